@@ -1,0 +1,1 @@
+"""The asynchronous SAO learner: read `learner/loop.py` first."""

@@ -1,0 +1,1 @@
+"""Outcome reward models: functions from (messages, response) to a score."""
