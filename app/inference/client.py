@@ -123,7 +123,9 @@ class EngineClient:
         if not finished:
             raise EngineUnavailableError("the engine closed the stream before its last chunk")
 
-    async def derender_chat(self, request: JsonObject, prompt: RenderedPrompt, token_ids: tuple[int, ...]) -> JsonObject:
+    async def derender_chat(
+        self, request: JsonObject, prompt: RenderedPrompt, token_ids: tuple[int, ...]
+    ) -> JsonObject:
         """Parse generated tokens into an OpenAI assistant message (content, tool_calls, reasoning).
 
         The content is decoded from the tokens again, so it keeps a matched stop string that the streamed text

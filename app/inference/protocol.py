@@ -78,7 +78,9 @@ class InferenceEngine(Protocol):
     def generate(self, prompt: RenderedPrompt, request_id: str) -> AsyncIterator[GenerationChunk]:
         """Sample a continuation, streamed. Closing the iterator early stops the generation in the engine."""
 
-    async def derender_chat(self, request: JsonObject, prompt: RenderedPrompt, token_ids: tuple[int, ...]) -> JsonObject:
+    async def derender_chat(
+        self, request: JsonObject, prompt: RenderedPrompt, token_ids: tuple[int, ...]
+    ) -> JsonObject:
         """Parse generated tokens into an OpenAI assistant message (content, tool_calls, reasoning)."""
 
 
