@@ -25,6 +25,7 @@ from app.inference.protocol import (
 )
 from app.inference.wire import (
     CONNECT_TIMEOUT_SECONDS,
+    ENGINE_LIMITS,
     engine_address,
     error_from_status,
     error_from_transport,
@@ -55,10 +56,9 @@ class EngineClient:
         self._prefix_caching = prefix_caching
         # No pool limit: the engine queues, and a queue here would be invisible. No read timeout: a request
         # waits its turn in the engine, however long, and a dead engine closes the connection.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(
             base_url=url,
-            transport=transport or httpx.AsyncHTTPTransport(uds=uds, limits=limits),
+            transport=transport or httpx.AsyncHTTPTransport(uds=uds, limits=ENGINE_LIMITS),
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_SECONDS),
         )
 

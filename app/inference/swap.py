@@ -18,6 +18,7 @@ import httpx
 from app.inference.protocol import EngineRequestError, EngineUnavailableError, Probe, SwapError, SwapReport
 from app.inference.wire import (
     CONNECT_TIMEOUT_SECONDS,
+    ENGINE_LIMITS,
     engine_address,
     error_from_transport,
     json_object,
@@ -51,7 +52,7 @@ class SwapClient:
         self._max_mean_absolute = max_probe_mean_absolute_difference
         self._http = httpx.Client(
             base_url=url,
-            transport=httpx.HTTPTransport(uds=uds),
+            transport=httpx.HTTPTransport(uds=uds, limits=ENGINE_LIMITS),
             timeout=httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS),
         )
 

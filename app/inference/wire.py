@@ -8,6 +8,7 @@ Error bodies have the shapes vLLM 0.32 sends: `{"error": {"message", "type", "pa
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,11 @@ from store.types import JsonObject
 SOCKET_BASE_URL = "http://engine"
 """Base URL of requests that travel over a Unix socket; the host name is not looked up."""
 CONNECT_TIMEOUT_SECONDS = 5.0
+ENGINE_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+"""One connection per request. The engine closes a connection after every 500 and when it has been idle for a while;
+a request that reused one at that moment would look like a dead engine."""
+VALIDATION_ERROR = re.compile(r"'loc': '(?:body\.)?([^']*)', 'msg': ('(?:[^']*)'|\"[^\"]*\")")
+"""The first problem in the text vLLM makes of a pydantic validation error."""
 
 
 def engine_address(base_url: str | None, socket: Path | None) -> tuple[str, str | None]:
@@ -40,8 +46,10 @@ def error_message(body: bytes) -> tuple[str, str | None]:
         return text, None
     error = parsed.get("error", parsed)
     if isinstance(error, dict) and "message" in error:
-        param = error.get("param")
-        return str(error["message"]), None if param is None else str(param)
+        message, param = str(error["message"]), error.get("param")
+        if (found := VALIDATION_ERROR.search(message)) is not None:
+            return f"{found[1]}: {found[2][1:-1]}", found[1]
+        return message, None if param is None else str(param)
     if isinstance(error, str):
         return error, None
     detail = parsed.get("detail")
