@@ -255,6 +255,18 @@ class EngineProcess:
                     )
                 time.sleep(HEALTH_POLL_SECONDS)
 
+    def warm_up(self) -> None:
+        """Sample a few tokens, so that the first user does not wait for the kernels that are built on first use.
+
+        Raises EngineStartError if the engine is healthy but cannot sample.
+        """
+        body = {"token_ids": [1, 1], "sampling_params": {"max_tokens": 2, "ignore_eos": True}, "stream": False}
+        try:
+            with self.address.http_client(timeout_seconds=120.0) as http:
+                http.post("/inference/v1/generate", json=body).raise_for_status()
+        except httpx.HTTPError as error:
+            raise EngineStartError(f"the {self.kind} engine cannot sample: {error} (log: {self.log})") from error
+
     def label(self, version: int) -> None:
         """Tell the engine which policy version its weights are. Raises EngineStartError if it does not take it."""
         try:
