@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from app.inference.weight_transfer import BACKEND
-from app.inference.wire import SOCKET_BASE_URL
+from app.inference.wire import SOCKET_BASE_URL, socket_answers
 from store.settings import EngineSettings
 from store.types import TidelineError
 
@@ -113,10 +113,7 @@ def check_address_is_free(address: EngineAddress) -> None:
                 f"the engine socket's path {address.socket} has {length} bytes and the system allows "
                 f"{MAX_SOCKET_PATH_BYTES}: choose a shorter data_dir"
             )
-        with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as attempt:
-            attempt.settimeout(1.0)
-            answered = attempt.connect_ex(str(address.socket)) == 0
-        if answered:
+        if socket_answers(str(address.socket)):
             raise EngineStartError(f"another engine is already serving on {address.socket}")
         address.socket.unlink(missing_ok=True)
         return
@@ -241,19 +238,24 @@ class EngineProcess:
                         f"the {self.kind} engine stopped with exit code {code} while starting: {self.log_excerpt()} "
                         f"(whole log: {self.log})"
                     )
-                try:
-                    if http.get("/health").status_code == 200:
-                        if self.address.socket is not None:
-                            self.address.socket.chmod(0o600)
-                        return
-                except httpx.HTTPError:
-                    pass  # it is still starting; the deadline below ends the wait
+                if self._is_healthy(http):
+                    if self.address.socket is not None:
+                        self.address.socket.chmod(0o600)
+                    return
                 if time.monotonic() > deadline:
                     raise EngineStartError(
                         f"the {self.kind} engine was not healthy after {timeout_seconds:.0f} s: {self.log_excerpt()} "
                         f"(whole log: {self.log})"
                     )
                 time.sleep(HEALTH_POLL_SECONDS)
+
+    def _is_healthy(self, http: httpx.Client) -> bool:
+        if self.address.socket is not None and not socket_answers(str(self.address.socket)):
+            return False
+        try:
+            return http.get("/health").status_code == 200
+        except httpx.HTTPError:
+            return False
 
     def warm_up(self) -> None:
         """Sample a few tokens, so that the first user does not wait for the kernels that are built on first use.

@@ -23,6 +23,7 @@ from app.inference.wire import (
     error_from_transport,
     json_object,
     parse_weight_version,
+    socket_answers,
 )
 from store.types import JsonObject
 
@@ -47,6 +48,7 @@ class SwapClient:
         timeout_seconds: float = 300.0,
     ) -> None:
         url, uds = engine_address(base_url, socket)
+        self._uds = uds
         self._clear_cache = clear_cache
         self._max_mean = max_probe_mean_difference
         self._max_mean_absolute = max_probe_mean_absolute_difference
@@ -68,6 +70,8 @@ class SwapClient:
 
     def weight_version(self) -> int:
         """The policy version of the weights that sample now. Raises EngineUnavailableError."""
+        if self._uds is not None and not socket_answers(self._uds):
+            raise EngineUnavailableError(f"no engine answers on {self._uds}")
         try:
             return parse_weight_version(json_object(self._http.get("/weight_info")).get("weight_version"))
         except httpx.HTTPError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket as sockets
 from pathlib import Path
 
 import httpx
@@ -33,6 +34,16 @@ def engine_address(base_url: str | None, socket: Path | None) -> tuple[str, str 
     if base_url is not None:
         return base_url.rstrip("/"), None
     return SOCKET_BASE_URL, str(socket)
+
+
+def socket_answers(path: str) -> bool:
+    """True when something accepts connections on this Unix socket.
+
+    Asked before httpcore's synchronous backend connects, which leaves its socket open when it cannot.
+    """
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as attempt:
+        attempt.settimeout(CONNECT_TIMEOUT_SECONDS)
+        return attempt.connect_ex(path) == 0
 
 
 def error_message(body: bytes) -> tuple[str, str | None]:
