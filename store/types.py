@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -194,6 +194,41 @@ class FeedbackReceipt:
     created: bool = True
 
 
+class FeedbackEvent(NamedTuple):
+    """One step in the life of a feedback."""
+
+    status: FeedbackStatus
+    reason: str | None
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackLife:
+    """A stored feedback, what has become of it, and how (`history`, the oldest first).
+
+    `trained_in_version` is the policy version that it went into: None unless `trained`, and None after a step that
+    trained the critic alone.
+    """
+
+    id: str
+    trajectory_id: str
+    episode_id: str | None
+    kind: str
+    reward: float | None
+    content: JsonObject
+    source: str
+    source_kind: str
+    weight: float
+    turn: int | None
+    idempotency_key: str | None
+    api_key_id: str | None
+    created_at: datetime
+    status: FeedbackStatus
+    reason: str | None
+    trained_in_version: int | None
+    history: tuple[FeedbackEvent, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyRecord:
     """One policy version. `path` is a directory transformers can load, holding model.safetensors in bf16."""
@@ -206,6 +241,7 @@ class PolicyRecord:
     activated_at: datetime | None = None
     event: str | None = None
     metrics: JsonObject = field(default_factory=dict)
+    status_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
