@@ -1,0 +1,1 @@
+"""HTTP endpoints: each parses a request, asks a service, and shapes the answer."""

@@ -1,0 +1,1 @@
+"""What the server decides: sampling and storing answers, taking feedback, telling how learning goes."""
