@@ -105,7 +105,7 @@ class EngineClient:
         """Sample a continuation, streamed. Closing the iterator closes the connection, which aborts in the engine.
 
         Raises EngineRequestError if the engine refuses the request and EngineUnavailableError if it goes away
-        before the last chunk.
+        before the last chunk, or ends the request itself because it is being stopped.
         """
         body, wants_logprobs = await self._generate_body(prompt, request_id)
         finished = False
@@ -116,6 +116,8 @@ class EngineClient:
                 async for event in _server_sent_events(response):
                     for choice in _choices(event):
                         chunk = _generation_chunk(choice, wants_logprobs)
+                        if chunk.finish_reason == "abort":
+                            raise EngineUnavailableError("the engine was stopped in the middle of the stream")
                         finished = chunk.finish_reason is not None
                         yield chunk
         except httpx.HTTPError as error:

@@ -53,7 +53,11 @@ class SafetensorsFileEngine(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(config, vllm_config, device, model)
         # Read now: the learner may delete the directory the engine started from long before the next swap.
         served = Path(self.model_config.model)
-        self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        # vLLM unsets the config's own flag when the checkpoint names a head, and ties the two again if they are equal.
+        self._tied = bool(
+            self.model_config.word_embeddings_untied_by_checkpoint
+            or getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        )
         self._expected = with_tied_head(read_shapes(served), self._tied)
         self._reloading = False
 

@@ -70,6 +70,17 @@ class RunningEngine:
             time.sleep(0.1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _single_threaded_reference() -> Iterator[None]:
+    """The reference model is tiny: more threads only take the cores from the engine under test."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session")
 def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_policy(tmp_path_factory.mktemp("policies") / "tied", seed=0, tied=True)
@@ -88,7 +99,7 @@ def engine(
         pytest.skip("vLLM is not installed")
     settings = Settings(
         data_dir=tmp_path_factory.mktemp(kind),
-        engine=EngineSettings(kind=kind, max_model_len=MAX_MODEL_LEN, kv_cache_gib=0.1),
+        engine=EngineSettings(kind=kind, max_model_len=MAX_MODEL_LEN, kv_cache_gib=0.1, num_threads=1),
     )
     running = RunningEngine(settings, (0, tied_policy))
     running.start()
