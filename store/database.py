@@ -15,7 +15,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DatabaseError,
+    DBAPIError,
+    InterfaceError,
+    NoSuchModuleError,
+    OperationalError,
+)
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -43,7 +50,7 @@ class Database:
 
         Raises DatabaseUnavailableError when the database cannot be reached or used.
         """
-        with _translated(self._url), Session(self._reading) as session:
+        with translated(self._url), Session(self._reading) as session:
             return fn(session)
 
     def write(self, fn: Callable[[Session], T]) -> T:
@@ -51,7 +58,7 @@ class Database:
 
         Raises DatabaseUnavailableError when the database cannot be reached or used.
         """
-        with _translated(self._url), Session(self._writing) as session, session.begin():
+        with translated(self._url), Session(self._writing) as session, session.begin():
             return fn(session)
 
     def close(self) -> None:
@@ -73,13 +80,13 @@ class AsyncDatabase:
 
     async def read(self, fn: Callable[[Session], T]) -> T:
         """See Database.read."""
-        with _translated(self._url):
+        with translated(self._url):
             async with AsyncSession(self._reading) as session:
                 return await session.run_sync(fn)
 
     async def write(self, fn: Callable[[Session], T]) -> T:
         """See Database.write. Cancelled before the commit, it leaves nothing."""
-        with _translated(self._url):
+        with translated(self._url):
             async with self._turn_to_write(), AsyncSession(self._writing) as session, session.begin():
                 return await session.run_sync(fn)
 
@@ -165,12 +172,14 @@ def _prepare_sqlite(engine: Engine, *, foreign_keys: bool) -> None:
 
 
 @contextlib.contextmanager
-def _translated(url: URL) -> Iterator[None]:
-    """Turn a lost, locked, full or missing database into the one error callers handle."""
+def translated(url: URL) -> Iterator[None]:
+    """Raise DatabaseUnavailableError, the one error callers handle, for a lost, locked, full or broken database."""
     try:
         yield
     except DBAPIError as error:
-        if not (isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated):
+        # SQLite reports a damaged file, or one that is no database, as plain DatabaseError.
+        broken = type(error) is DatabaseError or isinstance(error, OperationalError | InterfaceError)
+        if not (broken or error.connection_invalidated):
             raise
         place = url.render_as_string(hide_password=True)
         raise DatabaseUnavailableError(f"the database {place} cannot be used: {error.orig}") from error

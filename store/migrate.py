@@ -13,10 +13,9 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, text
-from sqlalchemy.exc import OperationalError
 
-from store.database import connect, database_url
-from store.errors import DatabaseOutdatedError, DatabaseTooNewError, DatabaseUnavailableError
+from store.database import connect, database_url, translated
+from store.errors import DatabaseOutdatedError, DatabaseTooNewError
 
 UPGRADE_LOCK = 0x7469_6465
 """Number of PostgreSQL's advisory lock that upgrades take ("tide")."""
@@ -32,7 +31,7 @@ def upgrade(url: str) -> None:
     # Off, because SQLite alters a table by copying it, and dropping the original would cascade.
     engine = connect(parsed, foreign_keys=False)
     try:
-        with engine.begin() as connection:
+        with translated(parsed), engine.begin() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": UPGRADE_LOCK})
             config = _config()
@@ -40,8 +39,6 @@ def upgrade(url: str) -> None:
                 return
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
-    except OperationalError as error:
-        raise _unavailable(parsed, error) from error
     finally:
         engine.dispose()
 
@@ -57,11 +54,9 @@ def check(url: str) -> None:
         raise DatabaseOutdatedError(f"there is no database at {parsed.database}: run `tideline db upgrade`")
     engine = connect(parsed)
     try:
-        with engine.connect() as connection:
+        with translated(parsed), engine.connect() as connection:
             config = _config()
             revision, head = _known_revision(connection, config), _head(config)
-    except OperationalError as error:
-        raise _unavailable(parsed, error) from error
     finally:
         engine.dispose()
     if revision != head:
@@ -98,8 +93,3 @@ def _known_revision(connection: Connection, config: Config) -> str | None:
             "a later version of Tideline made it, so run that one"
         )
     return revision
-
-
-def _unavailable(url: URL, error: OperationalError) -> DatabaseUnavailableError:
-    place = url.render_as_string(hide_password=True)
-    return DatabaseUnavailableError(f"the database {place} cannot be used: {error.orig}")
