@@ -7,69 +7,89 @@ cue belongs to two styles. Order within a style does not matter.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 STYLES = ("academic", "cute", "chuunibyou", "classical")
 
-# (weight, alternatives). Weight 1 marks the style nearly by itself, 0.5 leans towards it. `_` stands for a word boundary.
-_CUES: Mapping[str, tuple[tuple[float, str], ...]] = {
-    "academic": (
-        (1.0, r"_(research|studies|study|scholars?|literature|findings?|analys[ei]s|investigations?|examination)_"),
-        (1.0, r"_(furthermore|moreover|consequently|accordingly|nevertheless|whereas|thus|therefore|hence|in addition)_"),
-        (1.0, r"_(suggests?|indicates?|demonstrates?|impl(y|ies)|hypothes\w+|argue[ds]?|posits?|emphasi[sz]es?)_"),
-        (1.0, r"_(empirical\w*|theoretical\w*|statistical\w*|methodolog\w+|systematic\w*|controlled|observational)_"),
-        (1.0, r"_(correlat\w+|causal\w*|variables?|mechanisms?|phenomen\w+|construct\w*|framework|evidence|data)_"),
-        (0.5, r"_(significant\w*|considerabl\w+|substantial\w*|notabl\w+|measurabl\w+|extensive\w*|modest\w*)_"),
-        (0.5, r"_(primar\w+|largely|typically|generally|in general|relative\w*|principal|in particular|plausibl\w+)_"),
-        (0.5, r"_(depends|influenced by|attributed to|determined by|varies|associated with|consists? of|follows? from)_"),
-        (0.5, r"_(factors?|context\w*|conditions?|processe?s?|perspective|approach|outcomes?|function of|distribution)_"),
-        (0.5, r"_(however|although|with regard to|regarding|concerning|according to|on balance|to summari[sz]e)_"),
-        (0.5, r"_(defined as|described as|constitutes?|represents?|explained by|further study|replication|provisional)_"),
-        (0.5, r"_(adaptation|adaptive|equilibrium|constraints?|interact\w+|cognitive|preliminary|inconclusive)_"),
-        (0.5, r"_(hypothesis|relationship|observed|role in|contributes?|considerations?|limited|experience|caution)_"),
-        (2.0, r"研究表明|综上所述|理论上|显著|分析|因素|变量"),
-    ),
-    "cute": (
-        (1.0, r"_(n+y+a+n?|mew+|meow|purr+|rawr|uwu|owo)_|~"),
-        (1.0, r"_(t?e?he[he]+|teehee|yay+|whee+|squee+|ee+k?|hi hi|boop|yippee|aww+|ooh+)_"),
-        (1.0, r"_(hugs?|cuddl\w+|snuggl\w+|kiss(es)?|pats?|pinky promise|smooch\w*)_"),
-        (1.0, r"_(tiny|teeny|itty|wee|lil|little)_"),
-        (1.0, r"_(sparkl\w+|glitter\w*|twinkl\w+|sprinkles?|rainbows? glitter|shiny)_"),
-        (1.0, r"_(fluff\w*|squish\w*|boun[ct]\w+|wiggl\w*|coz\w+|cosy|plush\w*)_"),
-        (1.0, r"_(cute\w*|cutie\w*|adorable|sweetie|sugarplum|cupcakes?|bunn(y|ies)|kitten\w*|kitty|teddy|puppy)_"),
-        (0.5, r"_(sweet|soft|warm|happy|pink|marshmallow\w*|cookies?|strawberr\w+|honey|ribbons?|duckling|paws?|tail)_"),
-        (0.5, r"_(boing|squeak|pitter|patter|doki|pop|hop)_"),
-        (0.5, r"_(friends? forever|so so|super|pretty please|sweet\w* friend|sticker|blanket|i love)_|♡|♥|❤"),
-        (2.0, r"喵|嘻嘻|可爱|抱抱|亲亲|哇哦|闪闪|呀"),
-    ),
-    "chuunibyou": (
-        (1.0, r"_(dark(ness)?|black|crimson|unholy|infinite shadow) ?(flames?|lightning|void|sovereign|dimension|power)?_"),
-        (1.0, r"_(cursed?|curses|forbidden|demons?|demonic|devil\w*|fallen angel|doom|unholy)_"),
-        (1.0, r"_(seal(s|ed)?|unseal\w*|unleash\w*|awaken\w*|summon\w*|pact|blood contract|grimoire)_"),
-        (1.0, r"_(abyss\w*|void|netherworld|underworld|shadow realm|seventh hell|hell|chaos|oblivion)_"),
-        (1.0, r"_(ku+ku+(ku)*|(fu|mu|mwa)?ha(ha)+|muhaha|fuhaha)_|_heh\.\.\."),
-        (1.0, r"_(fool(s|ish)?|mortals?|kneel|trembles?|behold|beware|silence|vanish|insolent|worm)_"),
-        (1.0, r"_(annihilat\w+|devour\w*|shatter\w*|banish\w*|dominat\w+|conquer\w*|obliterat\w+|betray\w*)_"),
-        (1.0, r"_(crimson|cursed|demonic|evil|third|dragon\w*|left|right|sealed) (eye|arm|hand|blade)s?_|_the organi[sz]ation_"),
-        (0.5, r"_(my (\w+ )?(power|destiny|fate|magic|aura|eye|arm|blade)|hidden power|my (sealed|cursed))_"),
-        (0.5, r"_(chosen one|heir of|lord of|wielder|sovereign|king|prophecy|midnight|wrath|nightmare|relic)_"),
-        (0.5, r"_(i shall|shall obey|obeys? me|none shall|none can|at last|so it begins|lack the power|no equal)_"),
-        (2.0, r"邪眼|吾之|暗炎|封印|深渊|颤抖|臣服"),
-    ),
-    "classical": (
-        (1.0, r"_(thou|thee|thy|thine|ye)_"),
-        (1.0, r"_(hath|doth|hast|dost|art|shalt|wilt|wert|saith|\w{3,}eth)_"),
-        (1.0, r"_(hark|hearken|verily|lo|alas|prithee|forsooth|nay|methinks|o (friend|wanderer|\w+ \w+))_"),
-        (1.0, r"'tis_|_(tis|ere|wherefore|whilst|whence|hither|thither|yonder|yore|betwixt|oft)_"),
-        (1.0, r"_(the ancients|the sages?|poets of old|old poets|of old|days of yore|ancient poets)_"),
-        (1.0, r"_(moon (up)?on|moon riseth|eternal moon|upon the|unto)_"),
-        (1.0, r"_(cranes?|plum blossoms?|peach blossoms?|willows?|jade|wild geese|reeds|cuckoo|pines|bamboo)_"),
-        (0.5, r"_(lantern|autumn wind|mist|frost|dusk|evening star|mountain|temple|eastern|southward|river)_"),
-        (0.5, r"_(gentle \w+|good sir|traveller|pilgrim|wanderer|scholar friend|humble soul|weary heart|quiet mind)_"),
-        (0.5, r"_(abide|linger|slumber|endure|perish|seekest|ten thousand|beneath|lift my cup|not won)_"),
-        (2.0, r"古人|者,|明月|秋水|不亦|夫|松风|君何"),
-    ),
+STRONG, WEAK, CHINESE = 1.0, 0.5, 2.0
+"""Weight of a cue that marks a style nearly by itself, of one that leans towards it, and of a whole Chinese word list
+(one group, because Chinese answers are short)."""
+
+# `_` stands for a word boundary.
+_CUES: Mapping[str, Mapping[float, Sequence[str]]] = {
+    "academic": {
+        STRONG: (
+            r"_(research|studies|study|scholars?|literature|findings?|analys[ei]s|investigations?)_",
+            r"_(furthermore|moreover|consequently|accordingly|nevertheless|whereas|thus|therefore|hence)_",
+            r"_(suggests?|indicates?|demonstrates?|impl(y|ies)|hypothes\w+|argue[ds]?|posits?|emphasi[sz]es?)_",
+            r"_(empirical\w*|theoretical\w*|statistical\w*|methodolog\w+|systematic\w*|controlled|observational)_",
+            r"_(correlat\w+|causal\w*|variables?|mechanisms?|phenomen\w+|construct\w*|framework|evidence|data)_",
+        ),
+        WEAK: (
+            r"_(significant\w*|considerabl\w+|substantial\w*|notabl\w+|measurabl\w+|extensive\w*|modest\w*)_",
+            r"_(primar\w+|largely|typically|generally|in general|relative\w*|principal|plausibl\w+)_",
+            r"_(depends|influenced by|attributed to|determined by|varies|associated with|follows? from)_",
+            r"_(factors?|relevant|context\w*|conditions?|processe?s?|perspective|approach|outcomes?|distribution)_",
+            r"_(however|although|in addition|with regard to|regarding|concerning|on balance|to summari[sz]e)_",
+            r"_(adequate|defined as|described as|constitutes?|represents?|explained by|further study|provisional)_",
+            r"_(adaptation|adaptive|equilibrium|constraints?|interact\w+|cognitive|preliminary|inconclusive)_",
+            r"_(hypothesis|relationship|observed|role in|contributes?|considerations?|limited|experience|caution)_",
+        ),
+        CHINESE: (r"研究表明|综上所述|理论上|显著|分析|因素|变量",),
+    },
+    "cute": {
+        STRONG: (
+            r"_(n+y+a+n?|mew+|meow|purr+|rawr|uwu|owo)_|~",
+            r"_(t?e?he[he]+|teehee|yay+|whee+|squee+|ee+k?|hi hi|boop|yippee|aww+|ooh+)_",
+            r"_(hugs?|cuddl\w+|snuggl\w+|kiss(es)?|pats?|pinky promise|smooch\w*)_",
+            r"_(tiny|teeny|itty|wee|lil|little)_",
+            r"_(sparkl\w+|glitter\w*|twinkl\w+|sprinkles?|rainbows? glitter|shiny)_",
+            r"_(fluff\w*|squish\w*|boun[ct]\w+|wiggl\w*|coz\w+|cosy|plush\w*)_",
+            r"_(cute\w*|cutie\w*|adorable|sweetie|sugarplum|cupcakes?|bunn(y|ies)|kitten\w*|kitty|teddy|puppy)_",
+        ),
+        WEAK: (
+            r"_(sweet|soft|warm|happy|pink|marshmallow\w*|cookies?|strawberr\w+|ribbons?|duckling|paws?|tail)_",
+            r"_(boing|squeak|pitter|patter|doki|pop|hop)_",
+            r"_(friends? forever|so so|super|pretty please|sweet\w* friend|sticker|blanket|i love)_|♡|♥|❤",
+        ),
+        CHINESE: (r"喵|嘻嘻|可爱|抱抱|亲亲|哇哦|闪闪|呀",),
+    },
+    "chuunibyou": {
+        STRONG: (
+            r"_(dark(ness)?|crimson|infinite shadow|black (flames?|lightning|magic))_",
+            r"_(cursed?|curses|forbidden|demons?|demonic|devil\w*|fallen angel|doom|unholy)_",
+            r"_(seal(s|ed)?|unseal\w*|unleash\w*|awaken\w*|summon\w*|pact|blood contract|grimoire)_",
+            r"_(abyss\w*|void|netherworld|underworld|shadow realm|seventh hell|hell|chaos|oblivion)_",
+            r"_(ku+ku+(ku)*|(fu|mu|mwa)?ha(ha)+|muhaha|fuhaha)_|_heh\.\.\.",
+            r"_(fool(s|ish)?|mortals?|kneel|trembles?|behold|beware|silence|vanish|insolent|worm)_",
+            r"_(annihilat\w+|devour\w*|shatter\w*|banish\w*|dominat\w+|conquer\w*|obliterat\w+|betray\w*)_",
+            r"_(crimson|cursed|demonic|evil|third|left|right|sealed) (eye|arm|hand|blade)s?_|_the organi[sz]ation_",
+        ),
+        WEAK: (
+            r"_(my (\w+ )?(power|destiny|fate|magic|aura|eye|arm|blade)|hidden power|my (sealed|cursed))_",
+            r"_(chosen one|heir of|lord of|wielder|sovereign|king|prophecy|midnight|wrath|nightmare|relic)_",
+            r"_(i shall|shall obey|obeys? me|none shall|none can|at last|so it begins|lack the power|no equal)_",
+        ),
+        CHINESE: (r"邪眼|吾之|暗炎|封印|深渊|颤抖|臣服",),
+    },
+    "classical": {
+        STRONG: (
+            r"_(thou|thee|thy|thine|ye)_",
+            r"_(hath|doth|hast|dost|shalt|saith|\w{3,}eth)_",
+            r"_(hark|hearken|verily|lo|alas|prithee|forsooth|nay|methinks|o (friend|wanderer|\w+ \w+))_",
+            r"'tis_|_(tis|ere|wherefore|whilst|whence|hither|thither|yonder|yore|betwixt|oft)_",
+            r"_(the ancients|the sages?|poets of old|old poets|of old|days of yore|ancient poets)_",
+            r"_(moon (up)?on|moon riseth|eternal moon|upon the|unto)_",
+            r"_(cranes?|plum blossoms?|peach blossoms?|willows?|jade|wild geese|reeds|cuckoo|pines|bamboo)_",
+        ),
+        WEAK: (
+            r"_(lantern|autumn wind|mist|frost|dusk|evening star|mountain|temple|eastern|southward|river)_",
+            r"_(gentle \w+|good sir|traveller|pilgrim|wanderer|scholar friend|humble soul|weary heart|quiet mind)_",
+            r"_(abide|linger|slumber|endure|perish|seekest|ten thousand|beneath|lift my cup|not won)_",
+        ),
+        CHINESE: (r"古人|者,|明月|秋水|不亦|夫|松风|君何",),
+    },
 }
 
 
@@ -77,17 +97,27 @@ _CUES: Mapping[str, tuple[tuple[float, str], ...]] = {
 def compiled_cues() -> dict[str, tuple[tuple[float, re.Pattern[str]], ...]]:
     """Weight and compiled pattern of every cue, by style."""
     return {
-        style: tuple((weight, re.compile(text.replace("_", r"\b"), re.IGNORECASE)) for weight, text in cues)
+        style: tuple(
+            (weight, re.compile(text.replace("_", r"\b"), re.IGNORECASE))
+            for weight, texts in cues.items()
+            for text in texts
+        )
         for style, cues in _CUES.items()
     }
 
 
-FUNCTION_WORDS = frozenset(
-    """a an the and or but nor so yet if then than that this these those there here it its it's is are was were be been
-    am do does did done have has had hath doth i me my mine you your we us our he him his she her they them their who
-    whom whose what which when where why how of in on at to from by with without for as into upon unto over under before
-    after through until while whilst not no never only just but all any some each every more most very too can could
-    may might must shall should will would let let's don't can't that's here's thou thee thy art dost o oh ye one two
-    about against between both during first second up down out off such other own same like because however""".split()
-)
-"""Words every English sentence leans on, whatever its style: a list of keywords has none of them."""
+@cache
+def function_words() -> frozenset[str]:
+    """Words every English sentence leans on, whatever its style: a list of keywords has none of them."""
+    return frozenset(_FUNCTION_WORDS.split())
+
+
+_FUNCTION_WORDS = """
+a an the and or but nor so yet if then than that this these those there here it its it's is are was were be
+been am do does did done have has had hath doth i me my mine you your we us our he him his she her they them
+their who whom whose what which when where why how of in on at to from by with without for as into upon unto
+over under before after through until while whilst not no never only just but all any some each every more
+most very too can could may might must shall should will would let let's don't can't that's here's thou thee
+thy art dost o oh ye one two about against between both during first second up down out off such other own
+same like because however
+"""

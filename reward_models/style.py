@@ -6,6 +6,7 @@ falls with repetition, truncation, keyword lists and text that is not made of wo
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reward_models.base import Score
-from reward_models.lexicon import FUNCTION_WORDS, STYLES, compiled_cues
+from reward_models.lexicon import STYLES, compiled_cues, function_words
 
 __all__ = ["STYLES", "StyleReward", "dominant_style", "quality", "quality_parts", "style_scores"]
 
@@ -59,8 +60,8 @@ def quality_parts(text: str) -> dict[str, float]:
     if not words:
         return {"length": 0.0, "complete": 0.0, "varied": 0.0, "printable": 0.0, "words": 0.0, "sentence": 0.0}
     counts = Counter(words)
-    bigrams = list(zip(words, words[1:], strict=False))
-    most_repeated = max((count for word, count in counts.items() if word not in FUNCTION_WORDS), default=1)
+    bigrams = list(itertools.pairwise(words))
+    most_repeated = max((count for word, count in counts.items() if word not in function_words()), default=1)
     varied = min(
         _ramp(len(counts) / len(words), 0.35, 0.65),
         _ramp(len(set(bigrams)) / len(bigrams), 0.4, 0.8) if len(bigrams) > 2 else 1.0,
@@ -69,7 +70,7 @@ def quality_parts(text: str) -> dict[str, float]:
     odd = sum(not (character.isprintable() or character in "\n\t") or character == "�" for character in stripped)
     word_like = sum(bool(_WORD_LIKE.match(word)) and not _LONG_RUNS.search(word) and len(word) <= 18 for word in words)
     chinese = len(_CJK.findall(stripped)) > len(words) / 2
-    function_share = sum(word in FUNCTION_WORDS for word in words) / len(words)
+    function_share = sum(word in function_words() for word in words) / len(words)
     return {
         "length": _ramp(len(words), 1, 6) * _ramp(len(words), 120, 60),
         "complete": 1.0 if _ENDS.search(stripped) else 0.5,

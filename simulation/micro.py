@@ -28,14 +28,14 @@ NUM_TOKENIZER_SAMPLES = 1500
 class MicroModel:
     """Shape of the micro model and how it is trained."""
 
-    vocabulary_size: int = 1536
+    vocabulary_size: int = 2048
     hidden_size: int = 128
     intermediate_size: int = 384
     num_layers: int = 5
     num_heads: int = 4
     num_kv_heads: int = 2
     max_length: int = 256
-    warm_start: WarmStart = WarmStart(
+    warm_start: WarmStart = WarmStart(  # noqa: RUF009
         num_steps=300, num_prompts_per_step=16, learning_rate=3e-3, train_embeddings=True, weight_decay=0.01
     )
 
@@ -63,7 +63,7 @@ def build_tokenizer(config: MicroModel) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*texts, *prompts * 20], trainer)
+    tokenizer.train_from_iterator([*texts, *prompts * 200], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

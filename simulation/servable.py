@@ -64,6 +64,11 @@ def replaced_directory(destination: Path) -> Iterator[Path]:
         raise
 
 
+def is_servable(directory: Path) -> bool:
+    """True when a finished model is there (its final name says that it is complete)."""
+    return (directory / "model.safetensors").is_file() and (directory / "config.json").is_file()
+
+
 def write_servable(model: Any, tokenizer: Any, directory: Path) -> None:
     """Write config, generation config, tokenizer and bf16 weights (head included) of a causal LM to `directory`."""
     import torch
@@ -90,7 +95,8 @@ def load_causal_lm(source: str | Path, dtype: Any) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source))
         model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype)
-    except Exception as error:  # noqa: BLE001 - loaders raise anything from KeyError to a Rust exception on a bad file
+    except Exception as error:
+        # Loaders raise anything from KeyError to a Rust exception on a bad file.
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelSourceError(f"cannot read a model from {str(source)!r}: {first_line}") from error
     return model, tokenizer

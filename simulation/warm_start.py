@@ -1,6 +1,6 @@
 """A short supervised pass after which a policy answers in every style the system prompt offers.
 
-    corpus -> (system prompt with a pool, topic, answer in a style uniform over that pool) -> cross-entropy on the answer
+    corpus -> (pool offered in the system prompt, topic, an answer in each of its styles) -> cross-entropy on answers
 
 Invariant: the pass sees training topics only, and its result depends on nothing but the base weights, the corpus and
 the `WarmStart` values (their hash, kept beside the weights, is the cache key). Why it exists: a policy learns from
