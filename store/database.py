@@ -23,6 +23,7 @@ from sqlalchemy.exc import (
     NoSuchModuleError,
     OperationalError,
 )
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -43,7 +44,7 @@ class Database:
         self._url = database_url(url)
         self._engine = connect(self._url)
         self._reading = self._engine.execution_options(**_read_options(self._url))
-        self._writing = self._engine.execution_options(tideline_writes=True)
+        self._writing = self._engine.execution_options(**_write_options(self._url))
 
     def read(self, fn: Callable[[Session], T]) -> T:
         """What `fn` returns, from one consistent snapshot. Writing inside `fn` is an error of the database.
@@ -74,7 +75,7 @@ class AsyncDatabase:
         self._url = database_url(url)
         self._engine = connect_async(self._url)
         self._reading = self._engine.execution_options(**_read_options(self._url))
-        self._writing = self._engine.execution_options(tideline_writes=True)
+        self._writing = self._engine.execution_options(**_write_options(self._url))
         # SQLite has one writer at a time and no queue for the others: they would poll. Here they queue in order.
         self._writer = asyncio.Lock() if self._url.get_backend_name() == "sqlite" else None
 
@@ -152,6 +153,13 @@ def _read_options(url: URL) -> dict[str, Any]:
     return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
+def _write_options(url: URL) -> dict[str, Any]:
+    if url.get_backend_name() == "sqlite":
+        return {"tideline_writes": True}
+    # What a row lock waited for must be seen once it is granted; stricter levels fail there instead.
+    return {"isolation_level": "READ COMMITTED"}
+
+
 def _prepare_sqlite(engine: Engine, *, foreign_keys: bool) -> None:
     @event.listens_for(engine, "connect")
     def _set_pragmas(connection: Any, record: object) -> None:
@@ -176,6 +184,9 @@ def translated(url: URL) -> Iterator[None]:
     """Raise DatabaseUnavailableError, the one error callers handle, for a lost, locked, full or broken database."""
     try:
         yield
+    except PoolTimeoutError as error:
+        place = url.render_as_string(hide_password=True)
+        raise DatabaseUnavailableError(f"the database {place} is overloaded: no connection came free") from error
     except DBAPIError as error:
         # SQLite reports a damaged file, or one that is no database, as plain DatabaseError.
         broken = type(error) is DatabaseError or isinstance(error, OperationalError | InterfaceError)
