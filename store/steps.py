@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy import insert as sql_insert
 from sqlalchemy.orm import Session
 
@@ -79,6 +79,14 @@ def latest(session: Session) -> StepRecord | None:
     """The last update, or None before the first."""
     row = session.scalar(select(LearningStepRow).order_by(LearningStepRow.step.desc()).limit(1))
     return None if row is None else _from_row(row)
+
+
+def newest_of(session: Session, version: int) -> int | None:
+    """The last step whose training state belongs to `version`: the one that made it, or a critic-only one after it."""
+    made_none = and_(LearningStepRow.version.is_(None), LearningStepRow.parent_version == version)
+    return session.scalar(
+        select(func.max(LearningStepRow.step)).where(or_(LearningStepRow.version == version, made_none))
+    )
 
 
 def count(session: Session) -> int:

@@ -1,0 +1,307 @@
+"""One SAO update over a batch of judged trajectories (arXiv 2607.07508), in the order the paper gives.
+
+    snapshot V -> explained variance -> fixed targets -> K critic steps -> V again -> advantages -> policy step
+
+What PPO has and this has not: no old policy (the sampler's own log-probabilities are the behaviour policy), no groups,
+no clip that depends on the sign of the advantage, no entropy bonus. What is added to the paper for a server that never
+stops learning: an exact KL to the starting policy, advantages divided by a running RMS, and a return to the starting
+policy when the reward drops (SAO.md section 6). No database and no engine here: tensors in, metrics out.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learner.advantages import RunningRms, adaptive_lambda, discounted_sums, generalized_advantages, whiten
+from learner.collate import MicroBatch, Sample, collate, join_rows, split_rows
+from learner.drift import DropDetector
+from learner.losses import TrustRegion, entropy, kl_to_reference, policy_loss, value_loss
+from learner.metrics import ExplainedVariance, effective_sample_size_fraction
+from learner.models import Critic, autocast, load_policy, log_softmax_at_generated, logprobs_of_targets, trainable
+from store.settings import LearnerSettings
+
+RETURN_TO_START = "return_to_start"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What one update did. `kind` is one of StepRecord's; every metric is a number (units in the names)."""
+
+    kind: str
+    metrics: dict[str, float]
+
+    @property
+    def changed_policy(self) -> bool:
+        return self.kind in ("policy", RETURN_TO_START)
+
+
+class SaoState:
+    """Everything that learning changes: policy, critic, their optimizers, running statistics, drift state.
+
+    `floor_version` is the first version since the last return to the start: what older ones sampled is stale.
+    """
+
+    def __init__(self, start_directory: Path, settings: LearnerSettings) -> None:
+        torch.manual_seed(settings.seed)
+        self.settings = settings
+        self.policy = load_policy(start_directory)
+        dtype = torch.bfloat16 if settings.autocast_bfloat16 else torch.float32
+        self.reference = copy.deepcopy(self.policy).to(dtype).requires_grad_(False)
+        self.critic = Critic(self.policy, settings.critic.num_layers, settings.critic.freeze_attention).eval()
+        self.start_weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
+        self.policy_optimizer = self.make_policy_optimizer()
+        self.critic_optimizer = torch.optim.AdamW(
+            trainable(self.critic), lr=settings.critic.learning_rate, weight_decay=0.0, fused=True
+        )
+        self.advantage_rms = RunningRms(settings.advantage_rms_decay, settings.advantage_rms_floor)
+        self.explained_variance = ExplainedVariance(settings.critic.explained_variance_window)
+        self.drop_detector = DropDetector(settings.plasticity)
+        self.num_updates = 0
+        self.floor_version = 0
+
+    def make_policy_optimizer(self) -> torch.optim.AdamW:
+        """AdamW without weight decay, its moments at zero."""
+        return torch.optim.AdamW(
+            trainable(self.policy), lr=self.settings.policy_learning_rate, weight_decay=0.0, fused=True
+        )
+
+    @property
+    def region(self) -> TrustRegion:
+        return TrustRegion(self.settings.eps_low, self.settings.eps_high)
+
+
+def update(
+    state: SaoState, samples: Sequence[Sample], on_progress: Callable[[str], None] = lambda _: None
+) -> UpdateReport:
+    """Train on one batch; changes `state` in place.
+
+    `on_progress` is told each part as it begins: `critic`, `policy`. Raises ValueError for an empty batch.
+    """
+    if not samples:
+        raise ValueError("an update needs at least one trajectory")
+    settings = state.settings
+    batches = collate(samples, settings.micro_batch_tokens)
+    num_generated = sum(sample.num_generated for sample in samples)
+    total_rewards = torch.tensor([float(sample.rewards_G.sum()) for sample in samples])
+    state.num_updates += 1
+
+    on_progress("critic")
+    began = time.monotonic()
+    returns = [discounted_sums(sample.rewards_G, settings.gamma) for sample in samples]
+    values_before = values_of(state.critic, batches, samples, settings)
+    for returns_G, values_G in zip(returns, values_before, strict=True):
+        state.explained_variance.add(returns_G, values_G)
+    value_losses, critic_grad_norms = [], []
+    for _ in range(settings.critic.updates_per_step):
+        loss, grad_norm = critic_step(state, batches, returns, num_generated)
+        value_losses.append(loss)
+        critic_grad_norms.append(grad_norm)
+    values = values_of(state.critic, batches, samples, settings)
+    critic_seconds = time.monotonic() - began
+
+    metrics: dict[str, float] = {
+        "reward_mean": float(total_rewards.mean()),
+        "reward_std": float(total_rewards.std(correction=0)),
+        "reward_min": float(total_rewards.min()),
+        "reward_max": float(total_rewards.max()),
+        "num_trajectories": float(len(samples)),
+        "num_tokens": float(num_generated),
+        "generated_length_mean": num_generated / len(samples),
+        "value_mean": float(torch.cat(values_before).mean()),
+        "value_loss": value_losses[0],
+        "critic_grad_norm": critic_grad_norms[0],
+        "critic_seconds": critic_seconds,
+    }
+    explained = state.explained_variance.value()
+    if explained is not None:
+        metrics["explained_variance"] = explained
+
+    dropped = state.drop_detector.observe(metrics["reward_mean"])
+    if state.num_updates <= settings.critic.warmup_updates:
+        return UpdateReport("critic_warmup", metrics)
+    if dropped and settings.plasticity.return_to_start:
+        return_to_start(state)
+        return UpdateReport(RETURN_TO_START, metrics)
+
+    on_progress("policy")
+    began = time.monotonic()
+    advantages = advantages_of(values, samples, settings)
+    joined_G = torch.cat(advantages)
+    metrics["advantage_mean"] = float(joined_G.mean())
+    if settings.advantage_scaling == "running_rms":
+        state.advantage_rms = state.advantage_rms.updated(joined_G)
+        advantages = [advantages_G / state.advantage_rms.divisor for advantages_G in advantages]
+        metrics["advantage_rms"] = state.advantage_rms.divisor
+    elif settings.advantage_scaling == "whiten":
+        advantages = list(torch.split(whiten(joined_G), [sample.num_generated for sample in samples]))
+    stepped = policy_step(state, batches, samples, advantages, num_generated, metrics)
+    metrics["policy_seconds"] = time.monotonic() - began
+    metrics["tokens_per_second"] = num_generated / (critic_seconds + metrics["policy_seconds"])
+    return UpdateReport("policy" if stepped else "skipped", metrics)
+
+
+@torch.no_grad()
+def values_of(
+    critic: Critic, batches: Sequence[MicroBatch], samples: Sequence[Sample], settings: LearnerSettings
+) -> list[Tensor]:
+    """V before each generated token, one fp32 [G] per sample."""
+    values: dict[int, Tensor] = {}
+    with autocast(settings.autocast_bfloat16):
+        for batch in batches:
+            values |= split_rows(critic(batch), batch, samples)
+    return [values[index] for index in range(len(samples))]
+
+
+def critic_step(
+    state: SaoState, batches: Sequence[MicroBatch], returns: Sequence[Tensor], num_generated: int
+) -> tuple[float, float]:
+    """One optimizer step of the critic towards fixed returns; returns (loss, gradient norm before clipping)."""
+    total = 0.0
+    for batch in batches:
+        with autocast(state.settings.autocast_bfloat16):
+            values_G = state.critic(batch)
+        loss = value_loss(values_G, join_rows(returns, batch), num_generated)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total, _optimizer_step(state.critic_optimizer, trainable(state.critic), state.settings.max_grad_norm)
+
+
+def advantages_of(values: Sequence[Tensor], samples: Sequence[Sample], settings: LearnerSettings) -> list[Tensor]:
+    """Skip-observation GAE with the length-adaptive lambda of each trajectory; one [G] per sample."""
+    return [
+        generalized_advantages(
+            values_G, sample.rewards_G, settings.gamma, adaptive_lambda(sample.num_generated, settings.gae_alpha)
+        )
+        for values_G, sample in zip(values, samples, strict=True)
+    ]
+
+
+def policy_step(
+    state: SaoState,
+    batches: Sequence[MicroBatch],
+    samples: Sequence[Sample],
+    advantages: Sequence[Tensor],
+    num_generated: int,
+    metrics: dict[str, float],
+) -> bool:
+    """One optimizer step of the policy; fills `metrics`. False, without a step, if no token was accepted."""
+    settings = state.settings
+    kl_coefficient = settings.plasticity.kl_coefficient
+    sums = dict.fromkeys(
+        ("policy_loss", "rejected_low_fraction", "rejected_high_fraction", "entropy", "kl_to_start"), 0.0
+    )
+    log_ratios: list[Tensor] = []
+    num_accepted = 0
+    for batch in batches:
+        behaviour_G = join_rows([sample.behaviour_logprobs_G for sample in samples], batch)
+        with torch.no_grad(), autocast(settings.autocast_bfloat16):
+            reference_GV = log_softmax_at_generated(state.reference, batch)
+        with autocast(settings.autocast_bfloat16):
+            policy_GV = log_softmax_at_generated(state.policy, batch)
+        logprobs_G = logprobs_of_targets(policy_GV, batch)
+        kl_G = kl_to_reference(policy_GV, reference_GV)
+        part = policy_loss(logprobs_G, behaviour_G, join_rows(advantages, batch), num_generated, state.region)
+        (part.loss + kl_coefficient * kl_G.sum() / num_generated).backward()  # type: ignore[no-untyped-call]
+        num_accepted += int(part.accepted_G.sum())
+        log_ratios.append(logprobs_G.detach() - behaviour_G)
+        sums["policy_loss"] += float(part.loss.detach())
+        sums["rejected_low_fraction"] += float(part.too_low_G.sum()) / num_generated
+        sums["rejected_high_fraction"] += float(part.too_high_G.sum()) / num_generated
+        sums["entropy"] += float(entropy(policy_GV.detach()).sum()) / num_generated
+        sums["kl_to_start"] += float(kl_G.detach().sum()) / num_generated
+    log_ratios_G = torch.cat(log_ratios)
+    metrics |= sums | {
+        "kept_fraction": num_accepted / num_generated,
+        "log_ratio_mean": float(log_ratios_G.mean()),
+        "effective_sample_size_fraction": effective_sample_size_fraction(log_ratios_G),
+    }
+    if num_accepted == 0:
+        state.policy_optimizer.zero_grad(set_to_none=True)
+        return False
+    metrics["policy_grad_norm"] = _optimizer_step(
+        state.policy_optimizer, trainable(state.policy), settings.max_grad_norm
+    )
+    return True
+
+
+@torch.no_grad()
+def kept_fractions(state: SaoState, samples: Sequence[Sample]) -> list[float]:
+    """Share of each trajectory's tokens that the trust region would keep now; one number per sample."""
+    fractions: dict[int, float] = {}
+    for batch in collate(samples, state.settings.micro_batch_tokens):
+        with autocast(state.settings.autocast_bfloat16):
+            logprobs_G = logprobs_of_targets(log_softmax_at_generated(state.policy, batch), batch)
+        behaviour_G = join_rows([sample.behaviour_logprobs_G for sample in samples], batch)
+        kept_G = policy_loss(logprobs_G, behaviour_G, torch.zeros_like(behaviour_G), 1, state.region).accepted_G
+        fractions |= {index: float(kept.float().mean()) for index, kept in split_rows(kept_G, batch, samples).items()}
+    return [fractions[index] for index in range(len(samples))]
+
+
+def return_to_start(state: SaoState) -> None:
+    """The policy's weights back to the starting policy, its optimizer moments fresh; the critic goes on."""
+    state.policy.load_state_dict(state.start_weights)
+    state.policy_optimizer = state.make_policy_optimizer()
+
+
+def _optimizer_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_grad_norm: float) -> float:
+    grad_norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm, error_if_nonfinite=True))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm
+
+
+def state_dict(state: SaoState) -> dict[str, Any]:
+    """Everything that resuming needs, as tensors and plain values; frozen tensors are left out."""
+    frozen = {name for name, parameter in state.critic.named_parameters() if not parameter.requires_grad}
+    return {
+        "policy": state.policy.state_dict(),
+        "critic": {name: value for name, value in state.critic.state_dict().items() if name not in frozen},
+        "policy_optimizer": state.policy_optimizer.state_dict(),
+        "critic_optimizer": state.critic_optimizer.state_dict(),
+        "advantage_mean_square": state.advantage_rms.mean_square,
+        "explained_variance_rows": state.explained_variance.rows(),
+        "drop_detector_trailing": state.drop_detector.trailing(),
+        "num_updates": state.num_updates,
+        "floor_version": state.floor_version,
+        "rng": torch.get_rng_state(),
+    }
+
+
+def load_state_dict(state: SaoState, saved: dict[str, Any]) -> None:
+    """Continue from `saved` as if learning had never stopped.
+
+    Raises RuntimeError if it belongs to another model. Learning rates are the settings', not the checkpoint's.
+    """
+    settings = state.settings
+    state.policy.load_state_dict(saved["policy"])
+    missing, unexpected = state.critic.load_state_dict(saved["critic"], strict=False)
+    if unexpected or any(
+        state.critic.get_parameter(name).requires_grad for name in missing if _is_parameter(state.critic, name)
+    ):
+        raise RuntimeError("the checkpoint's critic has other parameters than learner.critic asks for")
+    state.policy_optimizer = state.make_policy_optimizer()
+    state.policy_optimizer.load_state_dict(saved["policy_optimizer"])
+    state.critic_optimizer.load_state_dict(saved["critic_optimizer"])
+    for optimizer, rate in (
+        (state.policy_optimizer, settings.policy_learning_rate),
+        (state.critic_optimizer, settings.critic.learning_rate),
+    ):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+    state.advantage_rms = RunningRms(
+        settings.advantage_rms_decay, settings.advantage_rms_floor, saved["advantage_mean_square"]
+    )
+    window = settings.critic.explained_variance_window
+    state.explained_variance = ExplainedVariance(window, map(tuple, saved["explained_variance_rows"]))
+    state.drop_detector = DropDetector(settings.plasticity, saved["drop_detector_trailing"])
+    state.num_updates = saved["num_updates"]
+    state.floor_version = saved["floor_version"]
+    torch.set_rng_state(saved["rng"])
