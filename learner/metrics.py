@@ -38,9 +38,8 @@ class ExplainedVariance:
         """The explained variance, or None while the returns hardly vary."""
         if not self._rows:
             return None
-        count, returns, returns_squared, errors, errors_squared = (
-            sum(column) for column in zip(*self._rows, strict=True)
-        )
+        sums: list[float] = [float(sum(column)) for column in zip(*self._rows, strict=True)]
+        count, returns, returns_squared, errors, errors_squared = sums
         return_variance = returns_squared / count - (returns / count) ** 2
         if return_variance < MIN_RETURN_VARIANCE:
             return None

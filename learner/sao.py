@@ -283,9 +283,8 @@ def load_state_dict(state: SaoState, saved: dict[str, Any]) -> None:
     settings = state.settings
     state.policy.load_state_dict(saved["policy"])
     missing, unexpected = state.critic.load_state_dict(saved["critic"], strict=False)
-    if unexpected or any(
-        state.critic.get_parameter(name).requires_grad for name in missing if _is_parameter(state.critic, name)
-    ):
+    trained = {name for name, parameter in state.critic.named_parameters() if parameter.requires_grad}
+    if unexpected or trained & set(missing):
         raise RuntimeError("the checkpoint's critic has other parameters than learner.critic asks for")
     state.policy_optimizer = state.make_policy_optimizer()
     state.policy_optimizer.load_state_dict(saved["policy_optimizer"])
