@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from app.cli import config, database, doctor, policies, serve
+from app.cli import config, database, demo, doctor, policies, serve
 
 cli = typer.Typer(
     name="tideline",
@@ -21,6 +21,8 @@ cli.command("serve")(serve.serve)
 cli.command("app")(serve.app)
 cli.command("engine")(serve.engine)
 cli.command("learner")(serve.learner)
+cli.command("demo")(demo.demo)
+cli.command("simulate")(demo.simulate)
 cli.command("config")(config.config)
 cli.command("doctor")(doctor.doctor)
 cli.add_typer(database.group, name="db", help="The database's migrations.")

@@ -30,11 +30,12 @@ class PreparationError(TidelineError, RuntimeError):
     """The server cannot start; the message is one sentence that says why."""
 
 
-def prepare(settings: Settings, warm_start: bool = False) -> None:
+def prepare(settings: Settings, warm_start: bool = False, starting_model: Path | None = None) -> None:
     """Make everything that a server starts from; what exists is left alone.
 
-    `warm_start` takes the profile's model after its short supervised pass on styles. Raises PreparationError, and the
-    store's errors about the database; each is one sentence.
+    `warm_start` takes the profile's model after its short supervised pass on styles; `starting_model` is a servable
+    directory that was made already. Raises PreparationError, and the store's errors about the database; each is one
+    sentence.
     """
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     with _alone(settings.data_dir):
@@ -48,7 +49,8 @@ def prepare(settings: Settings, warm_start: bool = False) -> None:
                         f"policy {newest.version} is recorded but its directory {newest.path} is gone"
                     )
                 return
-            directory = install_policy(make_model(settings, warm_start), settings.policies_dir, STARTING_VERSION)
+            model = starting_model or make_model(settings, warm_start)
+            directory = install_policy(model, settings.policies_dir, STARTING_VERSION)
             record = PolicyRecord(
                 version=STARTING_VERSION,
                 parent_version=None,

@@ -75,7 +75,7 @@ def serve(
 
 def run_server(settings: Settings, *, warm_start: bool = False) -> int:
     """Prepare, then run every process of a server until SIGTERM or SIGINT. Returns the exit code."""
-    settings = _with_free_port(settings)
+    settings = with_free_port(settings)
     check_address(settings)
     _check_engine(settings)
     _prepare_or_fail(settings, warm_start)
@@ -278,7 +278,7 @@ def _bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _with_free_port(settings: Settings) -> Settings:
+def with_free_port(settings: Settings) -> Settings:
     """The settings with port 0 replaced by a free one, so that the children and the terminal know which."""
     if settings.port != 0 or not is_loopback(settings.host):
         return settings
