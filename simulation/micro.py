@@ -1,4 +1,4 @@
-"""The `micro` profile: a Llama of about 1.5M parameters with its own small tokenizer, made here from the corpus alone.
+"""The `micro` profile: a Llama of about 1.3M parameters with its own small tokenizer, made here from the corpus alone.
 
 Invariant: nothing is read but the corpus, so the model can be built anywhere in under a minute, and the same corpus and
 configuration give the same tokenizer. It exists for tests and for benchmarks of the algorithm, not for its prose.
@@ -29,14 +29,14 @@ class MicroModel:
     """Shape of the micro model and how it is trained."""
 
     vocabulary_size: int = 2048
-    hidden_size: int = 128
-    intermediate_size: int = 384
-    num_layers: int = 5
-    num_heads: int = 4
-    num_kv_heads: int = 2
+    hidden_size: int = 160
+    intermediate_size: int = 448
+    num_layers: int = 3
+    num_heads: int = 5
+    num_kv_heads: int = 5
     max_length: int = 256
     warm_start: WarmStart = WarmStart(  # noqa: RUF009
-        num_steps=300, num_prompts_per_step=16, learning_rate=3e-3, train_embeddings=True, weight_decay=0.01
+        num_steps=600, num_prompts_per_step=8, learning_rate=4e-3, train_embeddings=True, weight_decay=0.01
     )
 
 

@@ -1,7 +1,8 @@
 """Drive a running server through a schedule of preferences and record how its answers follow.
 
-    users ask and judge all the time; beside them one watcher polls GET /v1/learning (version, queue) and
-    GET /v1/learning/steps; every `evaluate_every` versions it measures held-out shares, and it ends the phases
+    users      ask and judge while the gate is open
+    watcher    polls GET /v1/learning and /v1/learning/steps; opens the gate, closes it while the queue is full
+    director   measures held-out shares every `evaluate_every` versions and at both ends of a phase; ends the phases
 
 Invariant: rows are in order of version, and a `switch` row stands between the last measurement under one preference
 and the first under the next.
@@ -10,6 +11,7 @@ and the first under the next.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,8 +116,9 @@ class _Run:
         self.on_event = on_event
         self.rows = rows
         self.phase_index = 0
+        self.version = 0
         self.may_ask = asyncio.Event()
-        self.may_ask.set()
+        self.polled = asyncio.Event()
         self.patience = Patience(config.give_up_after_seconds)
         self.rewards: list[float] = []
         self.num_judgements = 0
@@ -141,13 +144,14 @@ class _Run:
             None if evaluation is None else evaluation.shares,
             None if evaluation is None else evaluation.reward,
         )
-        self.rows.append(row)
+        # A measurement takes a while, and events of later versions may have been recorded meanwhile.
+        bisect.insort_right(self.rows, row, key=lambda existing: existing.version)
         return row
 
-    async def poll(self, http: httpx.AsyncClient) -> int:
-        """Read the server's state, open or close the users' gate, tell new steps; returns the served version."""
+    async def poll(self, http: httpx.AsyncClient) -> None:
+        """Read the server's state, open or close the users' gate, tell of new steps."""
         learning = await self.patience.call(lambda: get_json(http, "/v1/learning"))
-        version = int(learning["version"] or 0)
+        self.version = int(learning["version"] or 0)
         num_ready = int(learning["queue"]["num_ready"])
         if num_ready < self.config.crowd.max_queue:
             self.may_ask.set()
@@ -155,22 +159,32 @@ class _Run:
             self.may_ask.clear()
         steps = await self.patience.call(lambda: get_json(http, "/v1/learning/steps", since=self.last_step))
         for step in steps["data"]:
-            self.last_step = max(self.last_step, int(step["step"]))
+            produced = int(step["parent_version"] if step["version"] is None else step["version"])
+            if produced > self.version:
+                # Recorded, but not served yet: told of once it is.
+                break
+            self.last_step = int(step["step"])
             if step.get("event"):
-                self.record(
-                    str(step["event"]), int(step["parent_version"] if step["version"] is None else step["version"])
-                )
+                self.record(str(step["event"]), produced)
             self.on_event(StepTaken(step))
         mean_reward = sum(self.rewards) / len(self.rewards) if self.rewards else None
-        self.on_event(Polled(version, num_ready, self.num_judgements, mean_reward, learning))
-        return version
+        self.on_event(Polled(self.version, num_ready, self.num_judgements, mean_reward, learning))
+        self.polled.set()
+
+    async def watch(self, http: httpx.AsyncClient) -> None:
+        """Poll until cancelled."""
+        while True:
+            await asyncio.sleep(self.config.poll_seconds)
+            await self.poll(http)
 
     async def skip_past_steps(self, http: httpx.AsyncClient) -> None:
         """Steps from before the run are none of its events."""
         steps = await self.patience.call(lambda: get_json(http, "/v1/learning/steps", since=-1))
         self.last_step = max((int(step["step"]) for step in steps["data"]), default=-1)
 
-    async def measure(self, chat: openai.AsyncOpenAI, version: int) -> Evaluation:
+    async def measure(self, chat: openai.AsyncOpenAI) -> tuple[int, float]:
+        """Measure the version served now; returns it and the preferred style's share."""
+        version = self.version
         evaluation = await evaluate_with(
             chat,
             self.config.crowd,
@@ -180,21 +194,27 @@ class _Run:
             patience=self.patience,
         )
         self.on_event(Measured(self.record("evaluation", version, evaluation), evaluation))
-        return evaluation
+        return version, evaluation.shares[self.phase.preferred]
 
-    async def go_through_phase(self, chat: openai.AsyncOpenAI, http: httpx.AsyncClient, start_version: int) -> int:
-        """Stay until the phase is over; returns the version at its end."""
-        self.on_event(PhaseStarted(self.phase_index, len(self.config.schedule.phases), self.phase, start_version))
-        version = measured_version = start_version
-        share = (await self.measure(chat, version)).shares[self.phase.preferred]
-        while not self.phase.is_over(version - start_version, share if version == measured_version else None):
-            await asyncio.sleep(self.config.poll_seconds)
-            version = await self.poll(http)
-            is_due = version - measured_version >= self.config.evaluate_every
-            if is_due or (version > measured_version and self.phase.is_over(version - start_version, None)):
-                measured_version = version
-                share = (await self.measure(chat, version)).shares[self.phase.preferred]
-        return version
+    async def go_through_phase(self, chat: openai.AsyncOpenAI) -> None:
+        """Stay until the phase is over."""
+        start = self.version
+        self.on_event(PhaseStarted(self.phase_index, len(self.config.schedule.phases), self.phase, start))
+        measured, share = await self.measure(chat)
+        while not self.phase.is_over(measured - start, share):
+            self.polled.clear()
+            await self.polled.wait()
+            is_last = self.phase.is_over(self.version - start, None)
+            if self.version > measured and (is_last or self.version - measured >= self.config.evaluate_every):
+                measured, share = await self.measure(chat)
+
+    async def direct(self, chat: openai.AsyncOpenAI) -> None:
+        """Go through all phases."""
+        for index in range(len(self.config.schedule.phases)):
+            self.phase_index = index
+            if index > 0:
+                self.record("switch", self.version)
+            await self.go_through_phase(chat)
 
 
 async def run_simulation(
@@ -216,29 +236,23 @@ async def run_simulation(
     chat, http = clients
     async with chat, http:
         await run.skip_past_steps(http)
-        version = await run.poll(http)
+        await run.poll(http)
+        watcher = asyncio.create_task(run.watch(http))
+        director = asyncio.create_task(run.direct(chat))
         users = [
             asyncio.create_task(
                 be_user(n, config.crowd, clients, lambda: run.phase, run.may_ask, run.patience, run.on_judgement)
             )
             for n in range(num_users)
         ]
-        director = asyncio.create_task(_direct(run, chat, http, version))
+        tasks = (director, watcher, *users)
         try:
-            # Users only ever end by an error, which ends the run.
-            done, _ = await asyncio.wait([director, *users], return_when=asyncio.FIRST_COMPLETED)
+            # All but the director only ever end by an error, which ends the run.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            for task in (director, *users):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(director, *users, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
     return run.rows
-
-
-async def _direct(run: _Run, chat: openai.AsyncOpenAI, http: httpx.AsyncClient, version: int) -> None:
-    for index in range(len(run.config.schedule.phases)):
-        if index > 0:
-            run.phase_index = index
-            run.record("switch", version)
-        version = await run.go_through_phase(chat, http, version)
