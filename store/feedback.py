@@ -19,7 +19,7 @@ from store.columns import dump_json
 from store.errors import IdempotencyConflictError, UnknownTrajectoryError
 from store.ids import new_id
 from store.judging import rejudge
-from store.models import FeedbackRow, FeedbackStatusRow, LearningStepRow, TrainingQueueRow, TrajectoryRow
+from store.models import FeedbackRow, FeedbackStatusRow, LearningStepRow, TrainingQueueRow
 from store.rewards import Aggregation
 from store.statuses import append_feedback_status, trajectory_status
 from store.trajectories import newest_of_episode
@@ -51,20 +51,22 @@ def submit(
     trajectory_id = _judged_trajectory(session, submission)
     # The lock comes before the insert: the order of arrival is the order in which the lock was held.
     place = _lock_place(session, trajectory_id)
+    status, reason = _first_status(session, submission, trajectory_id, place)
     feedback_id = _insert(session, submission, trajectory_id, at)
     if feedback_id is None:
         earlier = _repeated(session, submission)
         if earlier is None:
             raise RuntimeError(f"idempotency key {submission.idempotency_key!r} is taken, but by no feedback")
         return earlier
-    status, reason = _first_status(session, submission, trajectory_id, place)
     append_feedback_status(session, [feedback_id], status, reason, at)
     if place is not None and submission.reward is not None:
         place.aggregation = aggregation
         if place.lease_owner is None:
             rejudge(session, place, at)
+            if place.reward is not None:
+                # The newest judgement of a source always stands.
+                status = FeedbackStatus.QUEUED
         session.flush()
-    status, reason = _current(session, feedback_id)
     return FeedbackReceipt(feedback_id, trajectory_id, status, reason)
 
 
@@ -103,8 +105,6 @@ def get(session: Session, feedback_id: str) -> FeedbackLife | None:
 
 def _judged_trajectory(session: Session, submission: FeedbackSubmission) -> str:
     if submission.trajectory_id is not None:
-        if session.scalar(select(TrajectoryRow.id).where(TrajectoryRow.id == submission.trajectory_id)) is None:
-            raise UnknownTrajectoryError(f"there is no trajectory {submission.trajectory_id}")
         return submission.trajectory_id
     if submission.episode_id is None:
         raise ValueError("a feedback names a trajectory_id or an episode_id")
@@ -126,17 +126,18 @@ def _lock_place(session: Session, trajectory_id: str) -> TrainingQueueRow | None
 def _first_status(
     session: Session, submission: FeedbackSubmission, trajectory_id: str, place: TrainingQueueRow | None
 ) -> tuple[FeedbackStatus, str | None]:
-    if submission.reward is None:
-        return FeedbackStatus.ACCEPTED, None
+    """How the life of this feedback begins. Raises UnknownTrajectoryError."""
     if place is None:
         current = trajectory_status(session, trajectory_id)
         if current is None:
-            raise RuntimeError(f"trajectory {trajectory_id} has no status")
+            raise UnknownTrajectoryError(f"there is no trajectory {trajectory_id}")
         status, reason = current
+        if submission.reward is None:
+            return FeedbackStatus.ACCEPTED, None
         if status is TrajectoryStatus.TRAINED:
             return FeedbackStatus.LATE, "the trajectory was trained already"
         return FeedbackStatus.DROPPED, f"the trajectory is {status.value}" + (f": {reason}" if reason else "")
-    if place.lease_owner is not None:
+    if submission.reward is not None and place.lease_owner is not None:
         return FeedbackStatus.ACCEPTED, "the trajectory is in the batch being trained"
     return FeedbackStatus.ACCEPTED, None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,21 +66,35 @@ def test_downgrade_removes_what_upgrade_made(empty_database_url: str) -> None:
     engine.dispose()
 
 
+UPGRADER = """
+import sys
+from store import migrate
+print("ready", flush=True)
+sys.stdin.readline()
+migrate.upgrade(sys.argv[1])
+"""
+
+
 def test_upgrades_at_the_same_moment_agree(empty_database_url: str) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(
-            subprocess.run,
-            [
-                sys.executable,
-                "-c",
-                "import sys; from store import migrate; migrate.upgrade(sys.argv[1])",
-                empty_database_url,
-            ],
-            check=True,
+    upgraders = [
+        subprocess.Popen(
+            [sys.executable, "-c", UPGRADER, empty_database_url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        while not other.done():
-            migrate.upgrade(empty_database_url)
-        other.result()
+        for _ in range(2)
+    ]
+    for upgrader in upgraders:
+        assert upgrader.stdout is not None
+        upgrader.stdout.readline()
+    for upgrader in upgraders:
+        assert upgrader.stdin is not None
+        upgrader.stdin.write("\n")
+        upgrader.stdin.flush()
+    complaints = [upgrader.communicate()[1] for upgrader in upgraders]
+    assert [upgrader.returncode for upgrader in upgraders] == [0, 0], complaints
     migrate.check(empty_database_url)
 
 
