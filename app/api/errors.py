@@ -96,7 +96,7 @@ def validation_error(error: ValidationError | RequestValidationError, skip: int 
         message = "unknown parameter"
     if param is None and first["type"] == "value_error":
         # Validators over several fields name the one at fault as the first word of their message.
-        param = message.split(" ", 1)[0].rstrip(":")
+        param = message.split(" ", 1)[0].rstrip(":,")
         return ApiError(400, message, param, "invalid_value")
     return ApiError(400, f"{param}: {message}" if param else message, param, "invalid_value")
 

@@ -47,5 +47,6 @@ async def get_feedback(request: Request, feedback_id: str) -> JsonObject:
         raise ApiError(404, f"there is no feedback {feedback_id!r}", code="feedback_not_found")
     body = asdict(life)
     body["version"] = body.pop("trained_in_version")
+    body["history"] = [event._asdict() for event in life.history]
     del body["api_key_id"]
     return body

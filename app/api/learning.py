@@ -34,7 +34,7 @@ async def list_steps(request: Request, since: Annotated[int, Query(ge=-1, le=LAR
 
 @router.get("/v1/policies")
 async def list_policies(request: Request) -> JsonObject:
-    """Every policy version, in order."""
+    """Every policy version, the newest first."""
     records = await services_of(request).database.read(policies.list_all)
     return {"object": "list", "data": [describe_policy(record) for record in records]}
 

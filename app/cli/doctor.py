@@ -18,6 +18,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from app.cli.options import (
@@ -71,7 +72,8 @@ def doctor(
     table = Table("", "what", "found", "how to get it", box=None)
     for finding in findings:
         mark = "[green]ok[/]" if finding.fine else "[red]missing[/]" if finding.required else "[yellow]advice[/]"
-        table.add_row(mark, finding.what, finding.found, "" if finding.fine else finding.remedy)
+        # Escaped, because to rich 'tideline[cpu]' is a word and a style.
+        table.add_row(mark, finding.what, escape(finding.found), "" if finding.fine else escape(finding.remedy))
     console = Console(soft_wrap=True, highlight=False)
     console.print(table)
     missing = [finding.what for finding in findings if finding.required and not finding.fine]

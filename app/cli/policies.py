@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from app.cli.options import ConfigFile, DatabaseUrl, DataDir, fail, resolve_settings
@@ -39,6 +40,6 @@ def list_policies(data_dir: DataDir = None, database_url: DatabaseUrl = None, co
             record.event or "",
             f"{record.created_at:%Y-%m-%d %H:%M:%S}",
             "" if record.activated_at is None else f"{record.activated_at:%Y-%m-%d %H:%M:%S}",
-            record.path,
+            escape(record.path),
         )
     Console(soft_wrap=True).print(table)

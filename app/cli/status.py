@@ -28,7 +28,7 @@ class ServerStatus:
 
     def on_event(self, name: str, what: str) -> None:
         """Print that something happened to a child."""
-        self._console.print(f"{name:>8}  {what}", markup=False)
+        self._console.print(f"{name:>8}  {what}", markup=False, highlight=False)
 
     def on_poll(self) -> None:
         """Look whether the server is ready, about once a second, and say so when that changes."""
