@@ -226,7 +226,7 @@ async def run_simulation(
     """Run the schedule against the server at `base_url` and return the record.
 
     `on_event` is called from the event loop and must be quick. Pass `rows` to keep what there is of the record when
-    the run is cancelled. Raises ServerUnreachableError, and the client's errors for what the server refuses.
+    the run is cancelled. Raises ServerUnreachableError (ServerRefusedError for what the server refuses).
     """
     run = _Run(config, on_event, [] if rows is None else rows)
     num_users = config.crowd.num_users

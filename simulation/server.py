@@ -1,6 +1,6 @@
 """How simulated clients reach a server: patiently. A busy, restarting or absent server is waited for, not an error.
 
-Invariant: what the server refuses for good (any other 4xx) is raised at once, never repeated.
+Invariant: what the server refuses for good (any other 4xx) is raised at once, in one sentence, and never repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class ServerUnreachableError(ConnectionError):
-    """The server gave no usable answer for as long as we were told to wait."""
+    """The server gave no usable answer: none for as long as we were told to wait, or a refusal."""
+
+
+class ServerRefusedError(ServerUnreachableError):
+    """The server answered that it will not do what was asked; `status_code` is its HTTP status."""
+
+    def __init__(self, message: str, status_code: int) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+
+    def __reduce__(self) -> tuple[type[ServerRefusedError], tuple[str, int]]:
+        return type(self), (str(self), self.status_code)
 
 
 def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
@@ -30,6 +41,14 @@ def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
         return max(0.0, float(headers["retry-after"]))
     except (KeyError, ValueError):
         return None
+
+
+def refusal(response: Any) -> str:
+    """What the server says in an error of OpenAI's shape, or the beginning of whatever else it sent."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(response.text)[:200]
 
 
 @dataclass(slots=True)
@@ -43,7 +62,7 @@ class Patience:
         """Await `request()` until it succeeds.
 
         Connection errors, 429 and 5xx are tried again after the server's Retry-After or a growing pause. Raises
-        ServerUnreachableError when that has gone on for too long, and every other error at once.
+        ServerUnreachableError when that has gone on for too long, and ServerRefusedError at once for any other 4xx.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -54,8 +73,11 @@ class Patience:
             except (openai.APIConnectionError, httpx.TransportError) as error:
                 wanted, reason = None, str(error) or type(error).__name__
             except (openai.APIStatusError, httpx.HTTPStatusError) as error:
-                if error.response.status_code not in RETRIED_STATUS:
-                    raise
+                status_code = error.response.status_code
+                if status_code not in RETRIED_STATUS:
+                    what = f"{error.request.method} {error.request.url.path}"
+                    message = f"the server refused {what} ({status_code}): {refusal(error.response)}"
+                    raise ServerRefusedError(message, status_code) from error
                 wanted, reason = retry_after_seconds(error.response.headers), str(error)
             wait = min(LONGEST_WAIT_SECONDS, pause if wanted is None else wanted)
             if loop.time() + wait - began > self.give_up_after_seconds:

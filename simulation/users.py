@@ -105,7 +105,7 @@ async def be_user(
     patience: Patience,
     on_judgement: Callable[[Judgement], None],
 ) -> None:
-    """Ask and judge until cancelled. Raises what the server refuses for good, and ServerUnreachableError."""
+    """Ask and judge until cancelled. Raises ServerUnreachableError (ServerRefusedError for a refusal)."""
     chat, http = clients
     rng = random.Random(f"{crowd.seed}:{number}")
     subjects: tuple[Topic, ...] = topics("train")

@@ -43,7 +43,7 @@ class WarmStart:
     seed: int = 0
 
 
-SMOLLM2_WARM_START = WarmStart(num_steps=60, num_prompts_per_step=16, learning_rate=3e-4)
+SMOLLM2_WARM_START = WarmStart(num_steps=45, num_prompts_per_step=8, learning_rate=5e-4)
 
 
 def content_hash(config: Any, *sources: Path) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections import Counter
 
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from reward_models.style import StyleReward
 from simulation.samples import POOL_A, topics
 from simulation.schedule import Phase
-from simulation.server import Patience, ServerUnreachableError, open_clients
+from simulation.server import Patience, ServerRefusedError, ServerUnreachableError, open_clients
 from simulation.users import Crowd, Judgement, ask, be_user, noisy_reward
 from tests.simulation.contract_server import ToyServer, serving
 
@@ -117,8 +116,9 @@ async def test_patience_does_not_repeat_what_is_refused_for_good() -> None:
             async def post() -> None:
                 await chat.post("/feedback", body={"trajectory_id": "x", "idempotency_key": "k"}, cast_to=object)
 
-            with pytest.raises(openai.NotFoundError):
+            with pytest.raises(ServerRefusedError, match=r"POST /v1/feedback \(404\): unknown trajectory") as raised:
                 await patience.call(post)
+            assert raised.value.status_code == 404
             assert patience.num_retries == 0
             assert server.num_posts == 1
 
