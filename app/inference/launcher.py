@@ -173,6 +173,9 @@ def engine_environment(kind: EngineKind, settings: EngineSettings, base: Mapping
         defaults |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "VLLM_HOST_IP": "127.0.0.1"}
         if runs_on_cpu():
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = omp_threads_bind(settings.num_threads)
+            # The learner and the engine share the cores: threads that spin at a barrier starve each other. With the
+            # cores contended, waiting passively decoded about twice as fast as spinning.
+            defaults["OMP_WAIT_POLICY"] = "PASSIVE"
     environment = {**defaults, **base}
     if kind == "vllm":
         environment["VLLM_SERVER_DEV_MODE"] = "1"
