@@ -6,6 +6,7 @@ has its checkpoint; directories of steps that were never recorded are leftovers 
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -41,7 +42,7 @@ def read(checkpoints_dir: Path, step: int) -> dict[str, Any]:
     path = checkpoint_path(checkpoints_dir, step) / STATE_FILE
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointMissingError(f"the checkpoint {path} of step {step} cannot be read: {error}") from error
     return state
 

@@ -6,6 +6,7 @@ Shape legend: B rows, T padded tokens, G generated tokens of the micro-batch (ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,10 @@ def to_sample(trajectory: Trajectory, reward: float) -> Sample:
         raise TrajectoryInvariantError("no token was generated")
     if int(generated_G[0]) == 0:
         raise TrajectoryInvariantError("the first token is generated, so nothing predicts it")
+    if not trajectory.trainable:
+        raise TrajectoryInvariantError(trajectory.untrainable_reason or "it is not trainable")
+    if not math.isfinite(reward):
+        raise TrajectoryInvariantError(f"its reward is {reward}")
     if not trajectory.temperature > 0:
         raise TrajectoryInvariantError(f"temperature {trajectory.temperature} has no log-probabilities")
     return Sample(

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from store.types import TidelineError
 
 
@@ -32,8 +34,8 @@ def durable_directory(destination: Path) -> Iterator[Path]:
             shutil.rmtree(destination)
         partial.rename(destination)
         _sync(destination.parent)
-    except (OSError, RuntimeError) as error:
-        # torch reports a full disk as a RuntimeError of its archive writer.
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # A full disk is a RuntimeError of torch's archive writer, and safetensors has its own kind.
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointWriteError(
             f"{destination} cannot be written: {getattr(error, 'strerror', None) or error}; what was there is intact"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+import torch
 
 from app.inference.protocol import EngineUnavailableError, SwapError, SwapReport, WeightPublisher
 from learner import checkpoint, publish, sao
@@ -78,9 +79,11 @@ class Learner:
         self.on_state = on_state
         self.checkpoints_dir = settings.data_dir.resolve() / "checkpoints"
         self.start_directory = self._start_directory()
-        self.state = sao.SaoState(self.start_directory, settings.learner)
         self.probe_tokens = publish.probe_tokens(self.start_directory, min(64, settings.engine.max_model_len - 1))
-        self.version = self.restore()
+        self.probe_dtype = torch.bfloat16 if settings.engine.dtype == "bfloat16" else torch.float32
+        self.state = sao.SaoState(self.start_directory, settings.learner)
+        self.version = 0
+        self.restore()
 
     def run(self) -> None:
         """Learn until `should_stop`. Raises the store's errors and CheckpointWriteError; the leases are given back."""
@@ -175,9 +178,13 @@ class Learner:
         newest = self.database.read(policies.newest)
         if newest is None or newest.status is not PolicyStatus.STAGED:
             return
-        probe = publish.make_probe(self.state.policy, *self.probe_tokens, self.settings.learner.autocast_bfloat16)
+        probe = publish.make_probe(self.state.policy, *self.probe_tokens, self.probe_dtype)
         while not self.should_stop():
             self.on_state({"state": "publishing", "publishing_version": newest.version})
+            engine = self.database.read(lambda session: workers.get(session, "engine"))
+            if engine is not None and engine.restart_requested:
+                time.sleep(PUBLISH_RETRY_SECONDS)  # what answers until then holds weights that were refused
+                continue
             try:
                 swap = self.publisher.publish(Path(newest.path), newest.version, probe)
             except EngineUnavailableError as error:
@@ -192,10 +199,10 @@ class Learner:
                 self._tell_swap(swap, oldest_ready_at)
                 return
 
-    def restore(self) -> int:
-        """Load the state of the newest policy that was not rejected; returns its version.
+    def restore(self) -> None:
+        """Take up the state of the newest policy that was not rejected.
 
-        Raises NothingToServeError and CheckpointMissingError.
+        Raises NothingToServeError, CheckpointMissingError and CheckpointMismatchError.
         """
         newest = self.database.read(policies.newest)
         if newest is None:
@@ -203,8 +210,9 @@ class Learner:
         number = self.database.read(lambda session: steps.newest_of(session, newest.version))
         if number is not None:
             sao.load_state_dict(self.state, checkpoint.read(self.checkpoints_dir, number))
+        elif self.state.num_updates > 0:
+            self.state = sao.SaoState(self.start_directory, self.settings.learner)
         self.version = newest.version
-        return newest.version
 
     def prune(self) -> None:
         """Delete checkpoints and policies that retention does not keep: never the active one, its parent, the start."""
@@ -233,6 +241,9 @@ class Learner:
         dropped: list[tuple[str, str]] = []
         for judged in claimed:
             oldest = judged.trajectory.oldest_version
+            if not judged.feedback_ids:
+                dropped.append((judged.trajectory.id, "nobody judged it"))
+                continue
             try:
                 sample = to_sample(judged.trajectory, judged.reward)
             except TrajectoryInvariantError as error:

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.func import functional_call
 from transformers import AutoTokenizer
 
 from app.inference.protocol import Probe
-from learner.collate import MicroBatch
 from learner.files import durable_directory
-from learner.models import autocast, log_softmax_at_generated, logprobs_of_targets
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -49,16 +48,17 @@ def probe_tokens(start_directory: Path, max_tokens: int = 64) -> tuple[tuple[int
 
 
 @torch.no_grad()
-def make_probe(policy: Any, prompt_ids: tuple[int, ...], continuation_ids: tuple[int, ...], bfloat16: bool) -> Probe:
-    """The learner's own log-probabilities, at temperature 1, of the continuation."""
-    count = len(continuation_ids)
-    batch = MicroBatch(
-        token_ids_BT=torch.tensor([[*prompt_ids, *continuation_ids]]),
-        predictors_G=torch.arange(len(prompt_ids) - 1, len(prompt_ids) - 1 + count),
-        targets_G=torch.tensor(continuation_ids),
-        temperatures_G=torch.ones(count),
-        rows=(0,),
-    )
-    with autocast(bfloat16):
-        logprobs_G = logprobs_of_targets(log_softmax_at_generated(policy, batch), batch)
-    return Probe(prompt_ids, continuation_ids, tuple(logprobs_G.tolist()))
+def make_probe(
+    policy: Any, prompt_ids: tuple[int, ...], continuation_ids: tuple[int, ...], dtype: torch.dtype
+) -> Probe:
+    """The learner's own log-probabilities, at temperature 1, of the continuation.
+
+    They are those of the *published* weights, rounded to bf16, computed in the `dtype` that the engine serves in.
+    """
+    # Parameters only: positions must not be rounded with the weights.
+    published = {name: value.to(torch.bfloat16).to(dtype) for name, value in policy.named_parameters()}
+    token_ids_BT = torch.tensor([[*prompt_ids, *continuation_ids]])
+    logits_BTV = functional_call(policy, published, kwargs={"input_ids": token_ids_BT, "use_cache": False}).logits
+    log_softmax_TV = torch.log_softmax(logits_BTV[0, len(prompt_ids) - 1 : -1].float(), dim=-1)
+    logprobs = log_softmax_TV.gather(-1, torch.tensor(continuation_ids)[:, None]).squeeze(-1).tolist()
+    return Probe(prompt_ids, continuation_ids, tuple(logprobs))

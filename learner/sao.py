@@ -10,7 +10,7 @@ policy when the reward drops (SAO.md section 6). No database and no engine here:
 
 from __future__ import annotations
 
-import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,10 +25,26 @@ from learner.collate import MicroBatch, Sample, collate, join_rows, split_rows
 from learner.drift import DropDetector
 from learner.losses import TrustRegion, entropy, kl_to_reference, policy_loss, value_loss
 from learner.metrics import ExplainedVariance, effective_sample_size_fraction
-from learner.models import Critic, autocast, load_policy, log_softmax_at_generated, logprobs_of_targets, trainable
+from learner.models import (
+    Critic,
+    autocast,
+    check_logits,
+    chunks,
+    gather_targets,
+    hidden_at_generated,
+    load_policy,
+    log_softmax,
+    target_logprobs,
+    trainable,
+)
 from store.settings import LearnerSettings
+from store.types import TidelineError
 
 RETURN_TO_START = "return_to_start"
+
+
+class CheckpointMismatchError(TidelineError, ValueError):
+    """A saved training state belongs to another model or to other critic settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +68,13 @@ class SaoState:
     def __init__(self, start_directory: Path, settings: LearnerSettings) -> None:
         torch.manual_seed(settings.seed)
         self.settings = settings
+        self.start_directory = start_directory
         self.policy = load_policy(start_directory)
+        check_logits(self.policy)
+        # Loaded, not converted: a conversion would round the rotary frequencies with the weights.
         dtype = torch.bfloat16 if settings.autocast_bfloat16 else torch.float32
-        self.reference = copy.deepcopy(self.policy).to(dtype).requires_grad_(False)
+        self.reference = load_policy(start_directory, dtype).requires_grad_(False)
         self.critic = Critic(self.policy, settings.critic.num_layers, settings.critic.freeze_attention).eval()
-        self.start_weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
         self.policy_optimizer = self.make_policy_optimizer()
         self.critic_optimizer = torch.optim.AdamW(
             trainable(self.critic), lr=settings.critic.learning_rate, weight_decay=0.0, fused=True
@@ -96,14 +114,13 @@ def update(
     on_progress("critic")
     began = time.monotonic()
     returns = [discounted_sums(sample.rewards_G, settings.gamma) for sample in samples]
-    values_before = values_of(state.critic, batches, samples, settings)
+    # With lambda_critic = 1 the targets need no values, so the first step's forward pass is the snapshot of V too.
+    critic_steps = [
+        critic_step(state, batches, returns, num_generated) for _ in range(settings.critic.updates_per_step)
+    ]
+    values_before = critic_steps[0].values
     for returns_G, values_G in zip(returns, values_before, strict=True):
         state.explained_variance.add(returns_G, values_G)
-    value_losses, critic_grad_norms = [], []
-    for _ in range(settings.critic.updates_per_step):
-        loss, grad_norm = critic_step(state, batches, returns, num_generated)
-        value_losses.append(loss)
-        critic_grad_norms.append(grad_norm)
     values = values_of(state.critic, batches, samples, settings)
     critic_seconds = time.monotonic() - began
 
@@ -116,8 +133,9 @@ def update(
         "num_tokens": float(num_generated),
         "generated_length_mean": num_generated / len(samples),
         "value_mean": float(torch.cat(values_before).mean()),
-        "value_loss": value_losses[0],
-        "critic_grad_norm": critic_grad_norms[0],
+        "value_loss": critic_steps[0].loss,
+        "critic_grad_norm": critic_steps[0].grad_norm,
+        "num_skipped_critic_steps": float(sum(not math.isfinite(each.grad_norm) for each in critic_steps)),
         "critic_seconds": critic_seconds,
     }
     explained = state.explained_variance.value()
@@ -126,10 +144,10 @@ def update(
 
     dropped = state.drop_detector.observe(metrics["reward_mean"])
     if state.num_updates <= settings.critic.warmup_updates:
-        return UpdateReport("critic_warmup", metrics)
+        return _report("critic_warmup", metrics)
     if dropped and settings.plasticity.return_to_start:
         return_to_start(state)
-        return UpdateReport(RETURN_TO_START, metrics)
+        return _report(RETURN_TO_START, metrics)
 
     on_progress("policy")
     began = time.monotonic()
@@ -145,7 +163,7 @@ def update(
     stepped = policy_step(state, batches, samples, advantages, num_generated, metrics)
     metrics["policy_seconds"] = time.monotonic() - began
     metrics["tokens_per_second"] = num_generated / (critic_seconds + metrics["policy_seconds"])
-    return UpdateReport("policy" if stepped else "skipped", metrics)
+    return _report("policy" if stepped else "skipped", metrics)
 
 
 @torch.no_grad()
@@ -160,18 +178,37 @@ def values_of(
     return [values[index] for index in range(len(samples))]
 
 
+@dataclass(frozen=True, slots=True)
+class CriticStep:
+    """`values` are those before the step, one fp32 [G] per sample; `grad_norm` is the one before clipping."""
+
+    values: list[Tensor]
+    loss: float
+    grad_norm: float
+
+
+def _report(kind: str, metrics: dict[str, float]) -> UpdateReport:
+    """Leave out what is not finite, and count it: a NaN is no number, in JSON neither."""
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return UpdateReport(kind, finite | {"num_nonfinite_metrics": float(len(metrics) - len(finite))})
+
+
 def critic_step(
     state: SaoState, batches: Sequence[MicroBatch], returns: Sequence[Tensor], num_generated: int
-) -> tuple[float, float]:
-    """One optimizer step of the critic towards fixed returns; returns (loss, gradient norm before clipping)."""
+) -> CriticStep:
+    """One optimizer step of the critic towards fixed returns, over all micro-batches."""
     total = 0.0
+    values: dict[int, Tensor] = {}
     for batch in batches:
         with autocast(state.settings.autocast_bfloat16):
             values_G = state.critic(batch)
         loss = value_loss(values_G, join_rows(returns, batch), num_generated)
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
-    return total, _optimizer_step(state.critic_optimizer, trainable(state.critic), state.settings.max_grad_norm)
+        lengths = [len(returns[index]) for index in batch.rows]
+        values |= dict(zip(batch.rows, torch.split(values_G.detach(), lengths), strict=True))
+    grad_norm = _optimizer_step(state.critic_optimizer, trainable(state.critic), state.settings.max_grad_norm)
+    return CriticStep([values[index] for index in range(len(returns))], total, grad_norm)
 
 
 def advantages_of(values: Sequence[Tensor], samples: Sequence[Sample], settings: LearnerSettings) -> list[Tensor]:
@@ -192,9 +229,11 @@ def policy_step(
     num_generated: int,
     metrics: dict[str, float],
 ) -> bool:
-    """One optimizer step of the policy; fills `metrics`. False, without a step, if no token was accepted."""
+    """One optimizer step of the policy; fills `metrics`.
+
+    False, without a step, if no token was accepted or the gradient is not finite.
+    """
     settings = state.settings
-    kl_coefficient = settings.plasticity.kl_coefficient
     sums = dict.fromkeys(
         ("policy_loss", "rejected_low_fraction", "rejected_high_fraction", "entropy", "kl_to_start"), 0.0
     )
@@ -202,21 +241,30 @@ def policy_step(
     num_accepted = 0
     for batch in batches:
         behaviour_G = join_rows([sample.behaviour_logprobs_G for sample in samples], batch)
-        with torch.no_grad(), autocast(settings.autocast_bfloat16):
-            reference_GV = log_softmax_at_generated(state.reference, batch)
+        advantages_G = join_rows(advantages, batch)
         with autocast(settings.autocast_bfloat16):
-            policy_GV = log_softmax_at_generated(state.policy, batch)
-        logprobs_G = logprobs_of_targets(policy_GV, batch)
-        kl_G = kl_to_reference(policy_GV, reference_GV)
-        part = policy_loss(logprobs_G, behaviour_G, join_rows(advantages, batch), num_generated, state.region)
-        (part.loss + kl_coefficient * kl_G.sum() / num_generated).backward()  # type: ignore[no-untyped-call]
-        num_accepted += int(part.accepted_G.sum())
-        log_ratios.append(logprobs_G.detach() - behaviour_G)
-        sums["policy_loss"] += float(part.loss.detach())
-        sums["rejected_low_fraction"] += float(part.too_low_G.sum()) / num_generated
-        sums["rejected_high_fraction"] += float(part.too_high_G.sum()) / num_generated
-        sums["entropy"] += float(entropy(policy_GV.detach()).sum()) / num_generated
-        sums["kl_to_start"] += float(kl_G.detach().sum()) / num_generated
+            with torch.no_grad():
+                reference_GD = hidden_at_generated(state.reference.base_model, batch)
+            policy_GD = hidden_at_generated(state.policy.base_model, batch)
+            # The head is differentiated chunk by chunk and its gradient handed on once: [G, V] never exists whole.
+            cut_GD = policy_GD.detach().requires_grad_()
+            for part in chunks(batch.num_generated):
+                temperatures_G = batch.temperatures_G[part]
+                with torch.no_grad():
+                    reference_GV = log_softmax(state.reference, reference_GD[part], temperatures_G)
+                policy_GV = log_softmax(state.policy, cut_GD[part], temperatures_G)
+                logprobs_G = gather_targets(policy_GV, batch.targets_G[part])
+                kl_G = kl_to_reference(policy_GV, reference_GV)
+                dis = policy_loss(logprobs_G, behaviour_G[part], advantages_G[part], num_generated, state.region)
+                (dis.loss + settings.plasticity.kl_coefficient * kl_G.sum() / num_generated).backward()  # type: ignore[no-untyped-call]
+                num_accepted += int(dis.accepted_G.sum())
+                log_ratios.append(logprobs_G.detach() - behaviour_G[part])
+                sums["policy_loss"] += float(dis.loss.detach())
+                sums["rejected_low_fraction"] += float(dis.too_low_G.sum()) / num_generated
+                sums["rejected_high_fraction"] += float(dis.too_high_G.sum()) / num_generated
+                sums["entropy"] += float(entropy(policy_GV.detach()).sum()) / num_generated
+                sums["kl_to_start"] += float(kl_G.detach().sum()) / num_generated
+            policy_GD.backward(cut_GD.grad)  # type: ignore[no-untyped-call]
     log_ratios_G = torch.cat(log_ratios)
     metrics |= sums | {
         "kept_fraction": num_accepted / num_generated,
@@ -226,10 +274,9 @@ def policy_step(
     if num_accepted == 0:
         state.policy_optimizer.zero_grad(set_to_none=True)
         return False
-    metrics["policy_grad_norm"] = _optimizer_step(
-        state.policy_optimizer, trainable(state.policy), settings.max_grad_norm
-    )
-    return True
+    grad_norm = _optimizer_step(state.policy_optimizer, trainable(state.policy), settings.max_grad_norm)
+    metrics["policy_grad_norm"] = grad_norm
+    return math.isfinite(grad_norm)
 
 
 @torch.no_grad()
@@ -238,7 +285,7 @@ def kept_fractions(state: SaoState, samples: Sequence[Sample]) -> list[float]:
     fractions: dict[int, float] = {}
     for batch in collate(samples, state.settings.micro_batch_tokens):
         with autocast(state.settings.autocast_bfloat16):
-            logprobs_G = logprobs_of_targets(log_softmax_at_generated(state.policy, batch), batch)
+            logprobs_G = target_logprobs(state.policy, batch)
         behaviour_G = join_rows([sample.behaviour_logprobs_G for sample in samples], batch)
         kept_G = policy_loss(logprobs_G, behaviour_G, torch.zeros_like(behaviour_G), 1, state.region).accepted_G
         fractions |= {index: float(kept.float().mean()) for index, kept in split_rows(kept_G, batch, samples).items()}
@@ -247,23 +294,25 @@ def kept_fractions(state: SaoState, samples: Sequence[Sample]) -> list[float]:
 
 def return_to_start(state: SaoState) -> None:
     """The policy's weights back to the starting policy, its optimizer moments fresh; the critic goes on."""
-    state.policy.load_state_dict(state.start_weights)
+    state.policy.load_state_dict(load_policy(state.start_directory).state_dict())
     state.policy_optimizer = state.make_policy_optimizer()
 
 
 def _optimizer_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_grad_norm: float) -> float:
-    grad_norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm, error_if_nonfinite=True))
-    optimizer.step()
+    """Step on clipped gradients; returns their norm before. A gradient that is not finite is thrown away, no step."""
+    grad_norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+    if math.isfinite(grad_norm):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return grad_norm
 
 
 def state_dict(state: SaoState) -> dict[str, Any]:
     """Everything that resuming needs, as tensors and plain values; frozen tensors are left out."""
-    frozen = {name for name, parameter in state.critic.named_parameters() if not parameter.requires_grad}
+    critic = {name: value.detach() for name, value in state.critic.named_parameters() if value.requires_grad}
     return {
         "policy": state.policy.state_dict(),
-        "critic": {name: value for name, value in state.critic.state_dict().items() if name not in frozen},
+        "critic": critic,
         "policy_optimizer": state.policy_optimizer.state_dict(),
         "critic_optimizer": state.critic_optimizer.state_dict(),
         "advantage_mean_square": state.advantage_rms.mean_square,
@@ -278,17 +327,20 @@ def state_dict(state: SaoState) -> dict[str, Any]:
 def load_state_dict(state: SaoState, saved: dict[str, Any]) -> None:
     """Continue from `saved` as if learning had never stopped.
 
-    Raises RuntimeError if it belongs to another model. Learning rates are the settings', not the checkpoint's.
+    Raises CheckpointMismatchError. Learning rates are the settings', not the checkpoint's.
     """
     settings = state.settings
-    state.policy.load_state_dict(saved["policy"])
-    missing, unexpected = state.critic.load_state_dict(saved["critic"], strict=False)
     trained = {name for name, parameter in state.critic.named_parameters() if parameter.requires_grad}
-    if unexpected or trained & set(missing):
-        raise RuntimeError("the checkpoint's critic has other parameters than learner.critic asks for")
-    state.policy_optimizer = state.make_policy_optimizer()
-    state.policy_optimizer.load_state_dict(saved["policy_optimizer"])
-    state.critic_optimizer.load_state_dict(saved["critic_optimizer"])
+    if set(saved["critic"]) != trained:
+        raise CheckpointMismatchError("the checkpoint's critic has other parameters than learner.critic asks for")
+    try:
+        state.policy.load_state_dict(saved["policy"])
+        state.critic.load_state_dict(saved["critic"], strict=False)
+        state.policy_optimizer = state.make_policy_optimizer()
+        state.policy_optimizer.load_state_dict(saved["policy_optimizer"])
+        state.critic_optimizer.load_state_dict(saved["critic_optimizer"])
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointMismatchError(f"the checkpoint belongs to another model: {error}") from error
     for optimizer, rate in (
         (state.policy_optimizer, settings.policy_learning_rate),
         (state.critic_optimizer, settings.critic.learning_rate),
