@@ -78,7 +78,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=DIE_WITH_PARENT,
             )
         self._started_at = time.monotonic()
 
@@ -219,5 +219,10 @@ def _signal_group(process: subprocess.Popen[bytes], signal_number: int) -> None:
         process.send_signal(signal_number)  # macOS refuses a group with a zombie in it
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """To run in a child between fork and exec, on Linux: SIGTERM should its parent die."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+DIE_WITH_PARENT: Callable[[], None] | None = die_with_parent if sys.platform == "linux" else None
+"""`preexec_fn` of a child that must not outlive its parent; None where the system cannot promise it."""

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from app.supervisor import DIE_WITH_PARENT
 from store import migrate, policies
 from store.database import Database
 from store.settings import Settings, policy_directory_name
@@ -77,7 +78,7 @@ def make_model(settings: Settings, warm_start: bool) -> Path:
     if warm_start:
         command += ["--warm-start"]
     # Its last line on stdout is the directory; progress and errors go to stderr, straight to the terminal.
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, preexec_fn=DIE_WITH_PARENT)
     if result.returncode != 0:
         what = f"model {settings.model}" if settings.model is not None else f"profile {settings.profile}"
         raise PreparationError(f"the {what} could not be prepared; its error is above")

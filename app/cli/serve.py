@@ -138,13 +138,21 @@ def app(
 def engine(
     profile: Profile = None,
     model: Model = None,
+    host: Host = None,
+    port: Port = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
     """Run one engine on the newest active policy, and restart it when it dies or the learner asks for it."""
     settings = resolve_settings(
-        profile=profile, model=model, data_dir=data_dir, database_url=database_url, config=config
+        profile=profile,
+        model=model,
+        host=host,
+        port=port,
+        data_dir=data_dir,
+        database_url=database_url,
+        config=config,
     )
     _check_engine(settings)
     _prepare_or_fail(settings, warm_start=False)
@@ -214,13 +222,21 @@ def _acquire_engine_role(database: Database, owner: str) -> None:
 def learner(
     profile: Profile = None,
     model: Model = None,
+    host: Host = None,
+    port: Port = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
     config: ConfigFile = None,
 ) -> None:
     """Run the learner alone."""
     settings = resolve_settings(
-        profile=profile, model=model, data_dir=data_dir, database_url=database_url, config=config
+        profile=profile,
+        model=model,
+        host=host,
+        port=port,
+        data_dir=data_dir,
+        database_url=database_url,
+        config=config,
     )
     _prepare_or_fail(settings, warm_start=False)
     # The app package never imports the learner, so this process becomes it.
