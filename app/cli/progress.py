@@ -29,13 +29,14 @@ class SimulationDisplay:
     def __init__(self, simulation: Simulation, console: Console) -> None:
         self._simulation = simulation
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._panel, transient=True)
         self._began = time.monotonic()
         self._phase: PhaseStarted | None = None
         self._polled: Polled | None = None
         self._row: Row | None = None
         self._steps: list[dict[str, Any]] = []
         self._swap_pauses: dict[int, float] = {}
+        # Last: it draws the panel at once.
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._panel, transient=True)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
