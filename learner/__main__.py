@@ -8,7 +8,7 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from learner.process import main  # noqa: E402 - after the environment is set
+from learner.process import main
 
 if __name__ == "__main__":
     main()

@@ -19,6 +19,7 @@ import structlog
 import torch
 from sqlalchemy.orm import Session
 
+from app.inference.protocol import WeightPublisher
 from app.inference.swap import SwapClient
 from learner.loop import Learner
 from store import migrate, queue, workers
@@ -89,15 +90,23 @@ def main() -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    socket_path = None if settings.engine.url else settings.engine_socket
+    try:
+        with SwapClient(settings.engine.url, socket_path, clear_cache=settings.engine.clear_cache_on_swap) as publisher:
+            run(settings, publisher, stop)
+    except TidelineError as error:
+        log.error("learner failed", error=str(error))
+        raise SystemExit(1) from error
+
+
+def run(settings: Settings, publisher: WeightPublisher, stop: threading.Event) -> None:
+    """Wait for the role and learn until `stop`. Raises TidelineError for what a restart alone does not mend."""
     owner = f"{socket.gethostname()}:{os.getpid()}:{new_id()}"
     database = Database(settings.resolved_database_url)
     try:
         migrate.check(settings.resolved_database_url)
         if wait_for_role(database, owner, stop):
-            learn(settings, database, owner, stop)
-    except TidelineError as error:
-        log.error("learner failed", error=str(error))
-        raise SystemExit(1) from error
+            learn(settings, database, publisher, owner, stop)
     finally:
         database.close()
 
@@ -128,19 +137,19 @@ def take_role(session: Session, owner: str, now: datetime) -> bool:
     return True
 
 
-def learn(settings: Settings, database: Database, owner: str, stop: threading.Event) -> None:
+def learn(
+    settings: Settings, database: Database, publisher: WeightPublisher, owner: str, stop: threading.Event
+) -> None:
     """Run the loop, starting it anew from the last recorded step when the database was away for a while."""
     life = SignOfLife(settings, owner, stop)
     life.start()
-    socket_path = None if settings.engine.url else settings.engine_socket
     try:
-        with SwapClient(settings.engine.url, socket_path, clear_cache=settings.engine.clear_cache_on_swap) as publisher:
-            while not stop.is_set():
-                try:
-                    Learner(settings, database, publisher, owner, stop.is_set, life.tell).run()
-                except (DatabaseUnavailableError, LeaseLostError) as error:
-                    log.warning("starting again from the last recorded step", error=str(error))
-                    stop.wait(RETRY_SECONDS)
+        while not stop.is_set():
+            try:
+                Learner(settings, database, publisher, owner, stop.is_set, life.tell).run()
+            except (DatabaseUnavailableError, LeaseLostError) as error:
+                log.warning("starting again from the last recorded step", error=str(error))
+                stop.wait(RETRY_SECONDS)
     finally:
         life.end()
         database.write(lambda session: workers.release(session, ROLE, owner))

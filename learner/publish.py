@@ -37,6 +37,8 @@ def write_policy(policy: Any, start_directory: Path, destination: Path) -> None:
             if source.is_file() and source.suffix not in WEIGHT_SUFFIXES and not is_index:
                 shutil.copyfile(source, directory / source.name)
         save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        # safetensors makes a file for its owner alone; the engine may be another user.
+        (directory / WEIGHTS_FILE).chmod(0o644)
 
 
 def probe_tokens(start_directory: Path, max_tokens: int = 64) -> tuple[tuple[int, ...], tuple[int, ...]]:
