@@ -46,6 +46,8 @@ MAX_LOG_BYTES = 16 << 20
 HEALTH_POLL_SECONDS = 0.2
 TERMINATE_SECONDS = 15.0
 PR_SET_PDEATHSIG = 1
+ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
+HARMLESS_LINE = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
 
 
 class EngineStartError(TidelineError, RuntimeError):
@@ -281,7 +283,7 @@ class EngineProcess:
             raise EngineStartError(f"the {self.kind} engine did not take its policy version: {error}") from error
 
     def log_excerpt(self) -> str:
-        """The line of this run's log that says most: its last error, or its last line."""
+        """The line of this run's log that says most: its first error, or its last line."""
         try:
             with self.log.open("rb") as file:
                 file.seek(self._log_start)
@@ -289,7 +291,7 @@ class EngineProcess:
         except OSError:
             return "no log"
         # The root cause comes first; what follows it are the other processes giving up.
-        telling = [line for line in lines if re.search(r"\b[A-Z]\w*(Error|Exception): ", line)]
+        telling = [line for line in lines if ERROR_LINE.search(line) and not HARMLESS_LINE.search(line)]
         return (telling or lines[-1:] or ["nothing in the log"])[0][:500]
 
     def stop(self, timeout_seconds: float = TERMINATE_SECONDS) -> int:

@@ -19,6 +19,7 @@ import pytest
 from app.inference import launcher
 from app.inference.launcher import (
     EngineAddress,
+    EngineProcess,
     EngineStartError,
     check_address_is_free,
     check_model_directory,
@@ -141,6 +142,21 @@ def test_engine_that_dies_while_starting_is_explained_by_its_log(tiny_model_dir:
         assert "\n" not in str(caught.value)
     finally:
         engine.stop()
+
+
+def test_log_excerpt_is_this_runs_first_error_and_not_a_warning(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("ValueError: of an earlier run\n")
+    start = log.stat().st_size
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        engine = EngineProcess(process, "vllm", EngineAddress(socket=tmp_path / "e.sock"), log, start)
+        assert engine.log_excerpt() == "nothing in the log"
+        with log.open("a") as file:
+            file.write("WARNING 12-01 ulimit may cause `OSError: too many files`\nloading\n")
+            file.flush()
+            assert engine.log_excerpt() == "loading"
+            file.write("ERROR RuntimeError: the cause\nRuntimeError: a consequence\nbye\n")
+        assert engine.log_excerpt() == "ERROR RuntimeError: the cause"
 
 
 def test_engine_that_never_becomes_healthy_is_given_up(tiny_model_dir: Path, tmp_path: Path) -> None:
