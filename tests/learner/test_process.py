@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,17 @@ from store import policies, queue, steps, trajectories, workers
 from store.database import Database
 from store.settings import Settings
 from store.types import PolicyStatus, TrajectoryStatus
+from tests.learner.killable import start_learner
 from tests.learner.rollouts import store_judged
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def start(data_dir: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
-    def start_learner(fault_point: str | None = None) -> subprocess.Popen[bytes]:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
+def start(data_dir: Path, tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
+    started: list[BaseProcess] = []
+
+    def start_one(fault_point: str = "") -> BaseProcess:
+        environment = {
+            FAULT_POINT: fault_point,
             "TIDELINE_DATA_DIR": str(data_dir),
             "TIDELINE_LEARNER__BATCH_SIZE": "4",
             "TIDELINE_LEARNER__MAX_WAIT_SECONDS": "3600",
@@ -39,31 +41,37 @@ def start(data_dir: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[byte
             "TIDELINE_LEARNER__CRITIC__WARMUP_UPDATES": "0",
             "TIDELINE_LEARNER__CRITIC__NUM_LAYERS": "1",
         }
-        if fault_point is not None:
-            environment[FAULT_POINT] = fault_point
-        command = [sys.executable, "-m", "tests.learner.killable", str(tmp_path / "published")]
-        with (tmp_path / "learner.log").open("ab") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        started.append(start_learner(environment, tmp_path / "published", tmp_path / "learner.log"))
+        return started[-1]
 
-    return start_learner
+    yield start_one
+    for each in started:
+        each.kill()
+        each.join()
+        each.close()
 
 
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> None:
+def exit_code(learner: BaseProcess) -> int | None:
+    learner.join(120)
+    return learner.exitcode
+
+
+def wait_until(condition: Callable[[], Any], learner: BaseProcess, log: Path) -> None:
     deadline = time.monotonic() + 120
     while not condition():
-        assert process.poll() is None, log.read_text()
+        assert learner.is_alive(), log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
 
 
 def test_killed_at_every_boundary_nothing_is_trained_twice_and_nothing_is_lost(
-    start: Callable[..., subprocess.Popen[bytes]], database: Database, tiny_model_dir: Path, tmp_path: Path
+    start: Callable[..., BaseProcess], database: Database, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     num_batches = 3
     ids = store_judged(database, load_policy(tiny_model_dir), seed=0, count=4 * num_batches)
     recorded = []
     for point in POINTS:
-        assert start(point).wait(120) == -signal.SIGKILL, (tmp_path / "learner.log").read_text()
+        assert exit_code(start(point)) == -signal.SIGKILL, (tmp_path / "learner.log").read_text()
         recorded.append(database.read(steps.count))
     # A step counts from its record on: killed before, it never was; killed after, the next learner goes on from it.
     # The last one finds that step's policy not yet served, and dies between serving it and saying so.
@@ -71,8 +79,8 @@ def test_killed_at_every_boundary_nothing_is_trained_twice_and_nothing_is_lost(
     last = start()
     wait_until(lambda: database.read(steps.count) == num_batches, last, tmp_path / "learner.log")
     wait_until(lambda: active_version(database) == num_batches, last, tmp_path / "learner.log")
-    last.send_signal(signal.SIGTERM)
-    assert last.wait(60) == 0
+    last.terminate()
+    assert exit_code(last) == 0, (tmp_path / "learner.log").read_text()
     trained = [
         trajectory_id
         for step in range(1, num_batches + 1)
