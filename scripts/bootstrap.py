@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -63,7 +64,7 @@ def find_python() -> str:
     )
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     print(f"setup: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -128,7 +129,7 @@ def steps(engine: str) -> list[tuple[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=("auto", "cpu", "gpu", "none"), default="auto", help="which vLLM to install")
+    parser.add_argument("--engine", choices=("auto", "cpu", "gpu", "none"), default="auto", help="vLLM to install")
     wanted = parser.parse_args().engine
     engine = (stamped_engine() or default_engine()) if wanted == "auto" else wanted
     stamp = f"{fingerprint(engine)} {engine}\n"

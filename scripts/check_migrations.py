@@ -1,4 +1,4 @@
-"""Check that the Alembic revisions build exactly the schema of the store's models (`alembic check` on a fresh SQLite)."""
+"""Check on a fresh SQLite that the Alembic revisions build exactly the schema of the store's models."""
 
 from __future__ import annotations
 

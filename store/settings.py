@@ -93,8 +93,8 @@ class PlasticitySettings(Section):
     """A batch whose mean reward is below this share of the trailing mean is a detected drop."""
     trailing_batches: int = Field(4, ge=1)
     """Batches in the trailing mean reward."""
-    min_trailing_reward: float = Field(0.2, ge=0, le=1)
-    """No drop is detected while the trailing mean is below this."""
+    min_trailing_reward: float = Field(0.5, ge=0, le=1)
+    """No drop is detected while the trailing mean is below this: a small batch's mean is noisy, and little is lost."""
 
 
 class LearnerSettings(Section):
@@ -157,7 +157,7 @@ class LearnerSettings(Section):
 PROFILES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "engine": {"max_model_len": 1024, "max_num_seqs": 32, "kv_cache_gib": 0.5},
-        "learner": {"policy_learning_rate": 2e-5, "critic": {"learning_rate": 1e-4, "num_layers": 8}},
+        "learner": {"policy_learning_rate": 5e-5, "critic": {"learning_rate": 2.5e-4, "num_layers": 8}},
     },
     "micro": {
         "engine": {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_gib": 0.1},

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# Engines, learners and tests share the cores: a thread that spins while it waits takes them from the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:

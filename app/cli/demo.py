@@ -71,7 +71,7 @@ def demo(
     users: Users = 16,
     wrong: Wrong = 0.02,
     missing: Missing = 0.05,
-    samples: Samples = 32,
+    samples: Samples = 24,
     every: Every = 2,
 ) -> None:
     """Watch a model follow simulated users whose taste shifts: cute, then chuunibyou, then classical."""
@@ -131,7 +131,7 @@ def build_simulation(
         lengths = lengths * 3 if len(lengths) == 1 else lengths
         return Simulation(
             schedule=paper_schedule(lengths, min_updates=min_updates, target_share=target),
-            crowd=Crowd(num_users=users, wrong_share=wrong, missing_share=missing),
+            crowd=Crowd(num_users=users, wrong_share=wrong, missing_share=missing, max_queue=users),
             evaluate_every=every,
             num_samples=samples,
             api_key=api_key,
