@@ -53,15 +53,17 @@ def find_python() -> str:
     """A Python that vLLM supports: the running one if it fits, else one on the PATH."""
     if OLDEST <= sys.version_info[:2] <= NEWEST:
         return sys.executable
-    for minor in range(OLDEST[1], NEWEST[1] + 1):
-        candidate = shutil.which(f"python3.{minor}")
-        # A version manager's shim exists on the PATH even when the version behind it is not installed.
-        if candidate and subprocess.run([candidate, "-c", ""], capture_output=True).returncode == 0:
-            return candidate
-    fail(
-        f"Tideline needs Python {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}; this is {platform.python_version()}"
-        " and no other was found. Install one, or name it: make setup PYTHON=/path/to/python3.12"
-    )
+    names = [f"python3.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
+    found = [path for path in map(shutil.which, names) if path is not None]
+    # A version manager's shim exists on the PATH even when the version behind it is not installed.
+    running = [path for path in found if subprocess.run([path, "-c", ""], capture_output=True).returncode == 0]
+    if not running:
+        fail(
+            f"Tideline needs Python {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}; this is"
+            f" {platform.python_version()} and no other was found. Install one, or name it:"
+            " make setup PYTHON=/path/to/python3.12"
+        )
+    return running[0]
 
 
 def fail(message: str) -> NoReturn:
