@@ -157,7 +157,7 @@ class LearnerSettings(Section):
 PROFILES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "engine": {"max_model_len": 1024, "max_num_seqs": 32, "kv_cache_gib": 0.5},
-        "learner": {"policy_learning_rate": 5e-5, "critic": {"learning_rate": 2.5e-4, "num_layers": 8}},
+        "learner": {"policy_learning_rate": 8e-5, "critic": {"learning_rate": 4e-4, "num_layers": 8}},
     },
     "micro": {
         "engine": {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_gib": 0.1},

@@ -66,13 +66,13 @@ def demo(
     port: Port = None,
     config: ConfigFile = None,
     updates: Updates = "25,30,30",
-    min_updates: MinUpdates = 8,
-    target: Target = 0.9,
+    min_updates: MinUpdates = 6,
+    target: Target = 0.85,
     users: Users = 16,
     wrong: Wrong = 0.02,
     missing: Missing = 0.05,
     samples: Samples = 24,
-    every: Every = 2,
+    every: Every = 3,
 ) -> None:
     """Watch a model follow simulated users whose taste shifts: cute, then chuunibyou, then classical."""
     simulation = build_simulation(updates, min_updates, target, users, wrong, missing, samples, every)
@@ -99,13 +99,13 @@ def simulate(
     out: Annotated[Path, typer.Option(help="Directory for adaptation.csv and adaptation.png.")] = Path(),
     api_key: Annotated[str | None, typer.Option(help="Key to send, if the server wants one.")] = None,
     updates: Updates = "25,30,30",
-    min_updates: MinUpdates = 8,
-    target: Target = 0.9,
+    min_updates: MinUpdates = 6,
+    target: Target = 0.85,
     users: Users = 16,
     wrong: Wrong = 0.0,
     missing: Missing = 0.0,
     samples: Samples = 32,
-    every: Every = 2,
+    every: Every = 3,
 ) -> None:
     """Send simulated users with shifting taste to any running server."""
     simulation = build_simulation(updates, min_updates, target, users, wrong, missing, samples, every, api_key)
