@@ -454,11 +454,12 @@ async def test_restart_after_a_failed_swap_recovers_on_the_last_good_version(
 ) -> None:
     good = roughened(served[1], tmp_path / "good", noise=0.3, seed=4)
     broken = with_tensors(served[1], tmp_path / "broken", {"lm_head.weight": None})
+    probe = probe_of(good)  # seconds of work, which the stream below must not outlive
     prompt = await client.render_chat({"messages": MESSAGES, "ignore_eos": True})
     stream = client.generate(prompt, "interrupted")
     await anext(aiter(stream))
     with pytest.raises(SwapError):
-        await asyncio.to_thread(swap.publish, broken, 9, probe_of(served[1]))
+        await asyncio.to_thread(swap.publish, broken, 9, probe)
     restart = asyncio.create_task(asyncio.to_thread(engine.restart, 7, good))
     with pytest.raises(EngineUnavailableError):
         async for _ in stream:
@@ -466,7 +467,6 @@ async def test_restart_after_a_failed_swap_recovers_on_the_last_good_version(
     await restart
     assert await client.is_ready()
     assert await client.weight_version() == 7
-    probe = probe_of(good)
     scored = swap.score(probe.prompt_ids, probe.continuation_ids)
     assert sum(abs(a - b) for a, b in zip(scored, probe.expected_logprobs, strict=True)) / len(scored) < 0.02
     assert engine.state["reason"] == "the test asked for it"
