@@ -226,3 +226,21 @@ def test_weight_transfer_backend_registers_once() -> None:
     register()
     register()
     assert factory._registry["safetensors_file"]().__name__ == "SafetensorsFileEngine"
+
+
+@pytest.mark.parametrize(
+    ("supported", "granted", "used"), [(True, True, True), (True, False, False), (False, False, False)]
+)
+def test_amx_is_used_only_where_the_kernel_grants_it(
+    monkeypatch: pytest.MonkeyPatch, supported: bool, granted: bool, used: bool
+) -> None:
+    import torch
+
+    from app.inference.weight_transfer import allow_amx
+
+    asked = []
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: supported)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True) or granted)
+    allow_amx()
+    assert torch.cpu._is_amx_tile_supported() is used
+    assert bool(asked) is supported
