@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -118,6 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--warm-start", action="store_true", help="teach it the styles of the corpus")
     options = parser.parse_args(arguments)
 
+    # The GGUF reader draws a bar of its own, which transformers' switch does not reach; tqdm reads this when imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from transformers.utils import logging
 
     logging.disable_progress_bar()
