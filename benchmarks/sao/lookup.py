@@ -38,7 +38,7 @@ class LookupModel:
     intermediate_size: int = 192
     num_layers: int = 2
     num_heads: int = 4
-    num_steps: int = 700
+    num_steps: int = 200
     num_sequences_per_step: int = 64
     learning_rate: float = 3e-3
     right_share: float = 0.4

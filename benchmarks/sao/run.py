@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.sao.lookup import LookupTask
 from benchmarks.sao.rollouts import History, Sampler
@@ -52,6 +53,7 @@ def run(
     ago after a swap in its middle. `reward` and `success` are means over the batch that the update trains on.
     """
     torch.set_num_threads(1)
+    disable_progress_bar()
     variant = VARIANTS[variant_name]
     settings = settings_of(variant, task_name, seed)
     task = TASKS[task_name](data_dir, silent)

@@ -26,13 +26,9 @@ from tests.learner.rollouts import make_trajectory, resampled
 
 
 def make_settings(algorithm: str, **changes: Any) -> LearnerSettings:
-    return LearnerSettings(
-        algorithm=algorithm,
-        policy_learning_rate=1e-3,
-        autocast_bfloat16=False,
-        critic=CriticSettings(warmup_updates=0, num_layers=1, learning_rate=5e-3),
-        **changes,
-    )
+    critic = CriticSettings(warmup_updates=0, num_layers=1, learning_rate=5e-3)
+    fields = {"policy_learning_rate": 1e-3, "autocast_bfloat16": False} | changes
+    return LearnerSettings(algorithm=algorithm, critic=critic, **fields)
 
 
 def make_groups(seed: int, num_prompts: int = 3, group_size: int = 2) -> list[Sample]:
