@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import multiprocessing
+import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass

@@ -11,10 +11,10 @@ GROUP_SIZE = 4
 """Answers to one prompt where an algorithm needs groups; the number of trajectories per update stays the same."""
 
 BASE: dict[str, dict[str, Any]] = {
-    "style": {"policy_learning_rate": 5e-4, "critic": {"learning_rate": 2.5e-3}},
+    "style": {"policy_learning_rate": 5e-4, "critic": {"learning_rate": 2.5e-3, "num_layers": 2}},
     "lookup": {"policy_learning_rate": 5e-4, "critic": {"learning_rate": 2.5e-3}},
 }
-"""Learning rates for each task: the policy's is half of the micro profile's, the critic's five times that."""
+"""For each task: the policy's learning rate, the critic's at five times that, and how deep the critic is."""
 
 SHARED: dict[str, Any] = {
     "batch_size": 16,
@@ -44,8 +44,15 @@ VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for variant in (
         _variant("sao", "SAO: token-level skip-observation GAE, DIS, K = 2, frozen attention, running RMS, anchor"),
-        _variant("sao-unbounded", "importance ratios kept whatever their size", ablation={"trust_region": "unbounded"}),
-        _variant("sao-uncorrected", "no DIS: every ratio taken for 1", ablation={"trust_region": "none"}),
+        _variant("uncorrected", "no DIS: every ratio taken for 1", ablation={"trust_region": "none"}),
+        _variant("unbounded", "importance ratios kept whatever their size", ablation={"trust_region": "unbounded"}),
+        _variant("bare", "no anchor, as the paper has it", plasticity={"kl_coefficient": 0.0}),
+        _variant(
+            "bare-uncorrected",
+            "no anchor and no DIS",
+            plasticity={"kl_coefficient": 0.0},
+            ablation={"trust_region": "none"},
+        ),
         _variant("k1", "one critic step for each policy step", critic={"updates_per_step": 1}),
         _variant("unfrozen", "the critic's attention trains", critic={"freeze_attention": False}),
         _variant("k1-unfrozen", "both", critic={"updates_per_step": 1, "freeze_attention": False}),
@@ -57,7 +64,6 @@ VARIANTS: dict[str, Variant] = {
         _variant("through-observations", "GAE through the observations", ablation={"skip_observations": False}),
         _variant("whiten", "advantages whitened per batch", advantage_scaling="whiten"),
         _variant("unscaled", "advantages left as they are", advantage_scaling="none"),
-        _variant("no-anchor", "no KL to the start", plasticity={"kl_coefficient": 0.0}),
         _variant("running-mean", "A = R - mean of the last 128 rewards, DIS", algorithm="running_mean"),
         _variant("prompt-mean", "A = R - mean of the prompt's last 8 rewards, DIS", algorithm="prompt_mean"),
         _variant("grpo", "groups of 4, PPO clip", algorithm="grpo"),
@@ -85,13 +91,13 @@ SUITES: dict[str, Suite] = {
     "staleness": Suite(
         "Does DIS keep stale, asynchronous training stable?",
         "style",
-        ("sao", "sao-unbounded", "sao-uncorrected", "vapo"),
+        ("bare", "bare-uncorrected", "sao", "uncorrected"),
         (4, 16),
         5,
         500,
     ),
     "stamina": Suite("Does SAO go on without collapse?", "style", ("sao",), (1,), 3, 1000),
-    "fresh": Suite("What does staleness itself cost?", "style", ("sao", "sao-uncorrected"), (0, 1), 3, 200),
+    "fresh": Suite("What does staleness itself cost?", "style", ("sao", "uncorrected"), (0, 1), 3, 200),
     "estimators": Suite(
         "What does the critic buy over other baselines?",
         "style",
@@ -103,7 +109,7 @@ SUITES: dict[str, Suite] = {
     "parts": Suite(
         "What does each part of SAO do?",
         "style",
-        ("sao", "turn-last", "turn-mean", "whiten", "unscaled", "no-anchor"),
+        ("sao", "turn-last", "turn-mean", "whiten", "unscaled", "bare"),
         (4,),
         3,
         150,

@@ -143,7 +143,7 @@ def test_every_variant_of_every_suite_exists_and_is_settings_of_its_own() -> Non
     }
     assert len(seen) == len(VARIANTS)
     assert settings_of(VARIANTS["k1"], "style", 3).critic.learning_rate == pytest.approx(2.5e-3)
-    assert settings_of(VARIANTS["no-anchor"], "style", 3).plasticity.return_to_start is False
+    assert settings_of(VARIANTS["bare"], "style", 3).plasticity.return_to_start is False
 
 
 def test_interval_is_students() -> None:
