@@ -90,8 +90,15 @@ def run_jobs(jobs: list[Job], num_workers: int, console: Console) -> None:
 
 
 def work(job: Job, told: Any) -> None:
-    """One run, in a worker process."""
-    rows = run(job.data_dir, job.task, job.variant, job.staleness, job.seed, job.num_updates, lambda _: told.put(1))
+    """One run, in a worker process, which ends with the bench."""
+    bench = multiprocessing.parent_process()
+
+    def on_update(_: int) -> None:
+        if bench is not None and not bench.is_alive():
+            os._exit(1)
+        told.put(1)
+
+    rows = run(job.data_dir, job.task, job.variant, job.staleness, job.seed, job.num_updates, on_update)
     partial = job.path.with_suffix(".partial")
     with partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
