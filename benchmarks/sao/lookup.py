@@ -1,10 +1,10 @@
 """A short tool loop with one terminal reward: look an animal up, look its friend up, say the friend's colour.
 
-    ask fox | look fox . | page fox ~ ~ friend owl ~ | look owl . | page owl ~ ~ colour red ~ | say red .
+    ask fox | look fox . | page fox ~ ~ ~ friend owl | look owl . | page owl ~ ~ ~ colour red | say red .
     prompt    turn 1       observation                 turn 2       observation                 turn 3
 
 The pages are random in each episode, so the observation decides what is right. The starting policy, taught from a
-player who errs, solves about a tenth. Pages are several times as long as turns: what GAE does there matters.
+player who errs, solves about a quarter. Pages are several times as long as turns: what GAE does there matters.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class LookupModel:
     intermediate_size: int = 192
     num_layers: int = 2
     num_heads: int = 4
-    num_steps: int = 200
+    num_clean_steps: int = 150
+    """First steps, on a player who never errs: what to copy from where is hard to learn from one who does."""
+    num_steps: int = 210
     num_sequences_per_step: int = 64
     learning_rate: float = 3e-3
-    right_share: float = 0.4
-    """How often the player it learns from takes the right word; otherwise any word of the kind."""
+    right_share: float = 0.6
+    """How often the player of the last steps takes the right word; otherwise any word of the kind."""
     seed: int = 0
 
 
@@ -56,10 +58,9 @@ class World:
         self.colours = {animal: rng.choice(COLOURS) for animal in ANIMALS}
 
     def page(self, animal: str, fact: str) -> list[str]:
-        """What looking `animal` up shows: its `friend` or its `colour`, amid filler."""
+        """What looking `animal` up shows: filler, then its `friend` or its `colour`."""
         value = self.friends[animal] if fact == "friend" else self.colours[animal]
-        before, after = (self.rng.choices(FILLERS, k=self.rng.randint(4, 12)) for _ in range(2))
-        return ["page", animal, *before, fact, value, *after]
+        return ["page", animal, *self.rng.choices(FILLERS, k=self.rng.randint(8, 24)), fact, value]
 
     @property
     def answer(self) -> str:
@@ -151,18 +152,20 @@ def build_lookup(destination: Path, config: LookupModel, progress: Progress) -> 
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_heads,
             max_position_embeddings=LookupTask.max_model_len,
-            tie_word_embeddings=True,
+            tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=IDS[END],
             pad_token_id=IDS[PAD],
         )
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    num_erring_steps = config.num_steps - config.num_clean_steps
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 30, max(0.05, 1 - step / config.num_steps))
+        optimizer, lambda step: min((step + 1) / 30, max(0.1, (config.num_steps - step) / num_erring_steps), 1.0)
     )
     for step in range(config.num_steps):
-        rows = [played(rng, config.right_share) for _ in range(config.num_sequences_per_step)]
+        right_share = 1.0 if step < config.num_clean_steps else config.right_share
+        rows = [played(rng, right_share) for _ in range(config.num_sequences_per_step)]
         longest = max(len(ids) for ids, _ in rows)
         ids_BT = torch.full((len(rows), longest), IDS[PAD])
         targets_BT = torch.full((len(rows), longest), -100)

@@ -87,7 +87,7 @@ def test_teacher_is_right_as_often_as_told() -> None:
 def test_starting_policy_solves_some_episodes_and_not_many(lookup_dir: Path) -> None:
     episodes = [LookupEpisode(World(random.Random(seed))) for seed in range(400)]
     Sampler(lookup_dir, 128, seed=0).play(episodes, [load_policy(lookup_dir).state_dict()])
-    assert 0.05 < sum(episode.reward for episode in episodes) / len(episodes) < 0.2
+    assert 0.2 < sum(episode.reward for episode in episodes) / len(episodes) < 0.4
 
 
 def rescored(directory: Path, sample: Sample) -> torch.Tensor:
@@ -176,7 +176,7 @@ def bench(*arguments: str) -> Result:
 
 def test_command_runs_a_suite_writes_its_table_and_goes_on_where_it_was(tmp_path: Path, data_dir: Path) -> None:
     arguments = [
-        *("--suite", "turns", "--variants", "sao,running-mean", "--seeds", "1", "--updates", "3"),
+        *("--suite", "turns", "--variants", "sao,turn-mean", "--seeds", "1", "--updates", "3"),
         *("--out", str(tmp_path / "out"), "--data-dir", str(data_dir), "--workers", "2"),
     ]
     finished = subprocess.run(
@@ -187,13 +187,13 @@ def test_command_runs_a_suite_writes_its_table_and_goes_on_where_it_was(tmp_path
     lines = (tmp_path / "out" / "summary.csv").read_text().splitlines()
     assert [line.split(",")[:5] for line in lines[1:]] == [
         ["turns", "sao", "1", "1", "3"],
-        ["turns", "running-mean", "1", "1", "3"],
+        ["turns", "turn-mean", "1", "1", "3"],
     ]
     assert (tmp_path / "out" / "turns.png").read_bytes().startswith(b"\x89PNG")
     finished_run = tmp_path / "out" / "runs" / "turns" / "sao_s1_seed0.csv"
     before = finished_run.stat().st_mtime_ns
     assert len(finished_run.read_text().splitlines()) == 4
-    missing_run = finished_run.with_name("running-mean_s1_seed0.csv")
+    missing_run = finished_run.with_name("turn-mean_s1_seed0.csv")
     content = missing_run.read_text()
     missing_run.unlink()
     assert bench(*arguments).exit_code == 0
