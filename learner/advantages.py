@@ -2,13 +2,15 @@
 
 Everything here is indexed by *generated* token: observations (tool results, later user turns) have been taken out, so
 the token after the last one of a turn is the first of the next turn, whose value has read the observation.
-Shape legend: G generated tokens of one trajectory.
+Shape legend: G generated tokens of one trajectory, N its turns.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +32,25 @@ def generalized_advantages(values_G: Tensor, rewards_G: Tensor, gamma: float, la
     next_values_G = torch.cat([values_G[1:], values_G.new_zeros(1)])
     deltas_G = rewards_G + gamma * next_values_G - values_G
     return discounted_sums(deltas_G, gamma * lambda_)
+
+
+def turn_advantages(
+    values_G: Tensor,
+    rewards_G: Tensor,
+    turns: Sequence[slice],
+    gamma: float,
+    lambda_: float,
+    level: Literal["last", "mean"],
+) -> Tensor:
+    """GAE over turns instead of tokens, an ablation of the paper: every token of a turn has the same advantage; [G].
+
+    The value of a turn is the one before its last token, or the mean over its tokens.
+    """
+    values_N = torch.stack([values_G[turn][-1] if level == "last" else values_G[turn].mean() for turn in turns])
+    rewards_N = torch.stack([rewards_G[turn].sum() for turn in turns])
+    advantages_N = generalized_advantages(values_N, rewards_N, gamma, lambda_)
+    lengths = torch.tensor([len(values_G[turn]) for turn in turns])
+    return advantages_N.repeat_interleave(lengths)
 
 
 def discounted_sums(terms_G: Tensor, discount: float) -> Tensor:

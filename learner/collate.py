@@ -38,6 +38,22 @@ class Sample:
     def num_generated(self) -> int:
         return len(self.generated_G)
 
+    @property
+    def total_reward(self) -> float:
+        """Undiscounted sum of the rewards."""
+        return float(self.rewards_G.sum())
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The tokens before the first generated one; equal for answers to one prompt."""
+        return tuple(self.token_ids_T[: int(self.generated_G[0])].tolist())
+
+    @property
+    def turns(self) -> list[slice]:
+        """The turns as slices of the generated tokens: a turn ends where an observation follows."""
+        ends = [*((self.generated_G.diff() > 1).nonzero()[:, 0] + 1).tolist(), self.num_generated]
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
 
 def to_sample(trajectory: Trajectory, reward: float) -> Sample:
     """Raises TrajectoryInvariantError for a trajectory that cannot be trained exactly as it was sampled."""

@@ -43,6 +43,10 @@ STALE_ENOUGH_TO_CHECK_VERSIONS = 2
 log = structlog.get_logger("tideline.learner")
 
 
+class UnsupportedAlgorithmError(TidelineError, ValueError):
+    """The algorithm needs what live traffic does not give."""
+
+
 class NothingToServeError(TidelineError, RuntimeError):
     """There is no policy to learn from; `tideline serve` makes the first."""
 
@@ -82,6 +86,11 @@ class Learner:
         self.probe_tokens = publish.probe_tokens(self.start_directory, min(64, settings.engine.max_model_len - 1))
         self.probe_dtype = torch.bfloat16 if settings.engine.dtype == "bfloat16" else torch.float32
         self.state = sao.SaoState(self.start_directory, settings.learner)
+        if self.state.algorithm.needs_groups:
+            raise UnsupportedAlgorithmError(
+                f"learner.algorithm: {settings.learner.algorithm} compares several answers to one prompt, and live "
+                "traffic asks once; use it in `tideline bench sao`"
+            )
         self.version = 0
         self.restore()
 

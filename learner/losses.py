@@ -23,7 +23,7 @@ class TrustRegion:
 
     @property
     def log_low(self) -> float:
-        return math.log1p(-self.eps_low)
+        return math.log1p(-self.eps_low) if self.eps_low < 1 else -math.inf
 
     @property
     def log_high(self) -> float:

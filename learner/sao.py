@@ -6,6 +6,8 @@ What PPO has and this has not: no old policy (the sampler's own log-probabilitie
 no clip that depends on the sign of the advantage, no entropy bonus. What is added to the paper for a server that never
 stops learning: an exact KL to the starting policy, advantages divided by a running RMS, and a return to the starting
 policy when the reward drops (SAO.md section 6). No database and no engine here: tensors in, metrics out.
+
+The advantage and the policy loss are SAO's own in `learner/algorithm.py`; a baseline may stand in for them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learner.advantages import RunningRms, adaptive_lambda, discounted_sums, generalized_advantages, whiten
+from learner.advantages import RunningRms, discounted_sums, whiten
+from learner.baselines import make_algorithm
 from learner.collate import MicroBatch, Sample, collate, join_rows, split_rows
 from learner.drift import DropDetector
 from learner.losses import TrustRegion, entropy, kl_to_reference, policy_loss, value_loss
@@ -79,6 +82,7 @@ class SaoState:
         self.critic_optimizer = torch.optim.AdamW(
             trainable(self.critic), lr=settings.critic.learning_rate, weight_decay=0.0, fused=True
         )
+        self.algorithm = make_algorithm(settings)
         self.advantage_rms = RunningRms(settings.advantage_rms_decay, settings.advantage_rms_floor)
         self.explained_variance = ExplainedVariance(settings.critic.explained_variance_window)
         self.drop_detector = DropDetector(settings.plasticity)
@@ -108,22 +112,9 @@ def update(
     settings = state.settings
     batches = collate(samples, settings.micro_batch_tokens)
     num_generated = sum(sample.num_generated for sample in samples)
-    total_rewards = torch.tensor([float(sample.rewards_G.sum()) for sample in samples])
+    total_rewards = torch.tensor([sample.total_reward for sample in samples])
     state.num_updates += 1
-
-    on_progress("critic")
     began = time.monotonic()
-    returns = [discounted_sums(sample.rewards_G, settings.gamma) for sample in samples]
-    # With lambda_critic = 1 the targets need no values, so the first step's forward pass is the snapshot of V too.
-    critic_steps = [
-        critic_step(state, batches, returns, num_generated) for _ in range(settings.critic.updates_per_step)
-    ]
-    values_before = critic_steps[0].values
-    for returns_G, values_G in zip(returns, values_before, strict=True):
-        state.explained_variance.add(returns_G, values_G)
-    values = values_of(state.critic, batches, samples, settings)
-    critic_seconds = time.monotonic() - began
-
     metrics: dict[str, float] = {
         "reward_mean": float(total_rewards.mean()),
         "reward_std": float(total_rewards.std(correction=0)),
@@ -132,38 +123,78 @@ def update(
         "num_trajectories": float(len(samples)),
         "num_tokens": float(num_generated),
         "generated_length_mean": num_generated / len(samples),
-        "value_mean": float(torch.cat(values_before).mean()),
-        "value_loss": critic_steps[0].loss,
-        "critic_grad_norm": critic_steps[0].grad_norm,
-        "num_skipped_critic_steps": float(sum(not math.isfinite(each.grad_norm) for each in critic_steps)),
-        "critic_seconds": critic_seconds,
     }
-    explained = state.explained_variance.value()
-    if explained is not None:
-        metrics["explained_variance"] = explained
+
+    values: list[Tensor] = []
+    if state.algorithm.uses_critic:
+        on_progress("critic")
+        values = critic_update(state, batches, samples, num_generated, metrics)
+        metrics["critic_seconds"] = time.monotonic() - began
 
     dropped = state.drop_detector.observe(metrics["reward_mean"])
-    if state.num_updates <= settings.critic.warmup_updates:
+    if state.algorithm.uses_critic and state.num_updates <= settings.critic.warmup_updates:
         return _report("critic_warmup", metrics)
     if dropped and settings.plasticity.return_to_start:
         return_to_start(state)
         return _report(RETURN_TO_START, metrics)
 
     on_progress("policy")
-    began = time.monotonic()
-    advantages = advantages_of(values, samples, settings)
-    joined_G = torch.cat(advantages)
+    policy_began = time.monotonic()
+    advantages = scaled(state, state.algorithm.advantages(samples, values), metrics)
+    old_logprobs = [sample.behaviour_logprobs_G for sample in samples]
+    if state.algorithm.recomputes_old_logprobs:
+        old_logprobs = logprobs_of(state.policy, batches, samples, settings)
+    for _ in range(state.algorithm.num_policy_steps):
+        stepped = policy_step(state, batches, samples, advantages, old_logprobs, metrics)
+    metrics["policy_seconds"] = time.monotonic() - policy_began
+    metrics["tokens_per_second"] = num_generated / (time.monotonic() - began)
+    return _report("policy" if stepped else "skipped", metrics)
+
+
+def critic_update(
+    state: SaoState,
+    batches: Sequence[MicroBatch],
+    samples: Sequence[Sample],
+    num_generated: int,
+    metrics: dict[str, float],
+) -> list[Tensor]:
+    """K critic steps towards the returns; fills `metrics`. Returns V after them where the algorithm needs it."""
+    settings = state.settings
+    returns = [discounted_sums(sample.rewards_G, settings.gamma) for sample in samples]
+    # With lambda_critic = 1 the targets need no values, so the first step's forward pass is the snapshot of V too.
+    critic_steps = [
+        critic_step(state, batches, returns, num_generated) for _ in range(settings.critic.updates_per_step)
+    ]
+    values_before = critic_steps[0].values
+    for returns_G, values_G in zip(returns, values_before, strict=True):
+        state.explained_variance.add(returns_G, values_G)
+    metrics |= {
+        "value_mean": float(torch.cat(values_before).mean()),
+        "value_loss": critic_steps[0].loss,
+        "critic_grad_norm": critic_steps[0].grad_norm,
+        "num_skipped_critic_steps": float(sum(not math.isfinite(each.grad_norm) for each in critic_steps)),
+    }
+    explained = state.explained_variance.value()
+    if explained is not None:
+        metrics["explained_variance"] = explained
+    valued = state.algorithm.valued(samples)
+    if settings.ablation.skip_observations:
+        return values_of(state.critic, batches, samples, settings)
+    return values_of(state.critic, collate(valued, settings.micro_batch_tokens), valued, settings)
+
+
+def scaled(state: SaoState, advantages: Sequence[Tensor], metrics: dict[str, float]) -> list[Tensor]:
+    """The advantages as the settings scale them; fills `metrics` and moves the running RMS on."""
+    settings = state.settings
+    joined_G = torch.cat(list(advantages))
     metrics["advantage_mean"] = float(joined_G.mean())
     if settings.advantage_scaling == "running_rms":
         state.advantage_rms = state.advantage_rms.updated(joined_G)
-        advantages = [advantages_G / state.advantage_rms.divisor for advantages_G in advantages]
         metrics["advantage_rms"] = state.advantage_rms.divisor
-    elif settings.advantage_scaling == "whiten":
-        advantages = list(torch.split(whiten(joined_G), [sample.num_generated for sample in samples]))
-    stepped = policy_step(state, batches, samples, advantages, num_generated, metrics)
-    metrics["policy_seconds"] = time.monotonic() - began
-    metrics["tokens_per_second"] = num_generated / (critic_seconds + metrics["policy_seconds"])
-    return _report("policy" if stepped else "skipped", metrics)
+        return [advantages_G / state.advantage_rms.divisor for advantages_G in advantages]
+    if settings.advantage_scaling == "whiten":
+        return list(torch.split(whiten(joined_G), [len(advantages_G) for advantages_G in advantages]))
+    return list(advantages)
 
 
 @torch.no_grad()
@@ -211,22 +242,12 @@ def critic_step(
     return CriticStep([values[index] for index in range(len(returns))], total, grad_norm)
 
 
-def advantages_of(values: Sequence[Tensor], samples: Sequence[Sample], settings: LearnerSettings) -> list[Tensor]:
-    """Skip-observation GAE with the length-adaptive lambda of each trajectory; one [G] per sample."""
-    return [
-        generalized_advantages(
-            values_G, sample.rewards_G, settings.gamma, adaptive_lambda(sample.num_generated, settings.gae_alpha)
-        )
-        for values_G, sample in zip(values, samples, strict=True)
-    ]
-
-
 def policy_step(
     state: SaoState,
     batches: Sequence[MicroBatch],
     samples: Sequence[Sample],
     advantages: Sequence[Tensor],
-    num_generated: int,
+    old_logprobs: Sequence[Tensor],
     metrics: dict[str, float],
 ) -> bool:
     """One optimizer step of the policy; fills `metrics`.
@@ -234,6 +255,7 @@ def policy_step(
     False, without a step, if no token was accepted or the gradient is not finite.
     """
     settings = state.settings
+    num_generated = sum(sample.num_generated for sample in samples)
     sums = dict.fromkeys(
         ("policy_loss", "rejected_low_fraction", "rejected_high_fraction", "entropy", "kl_to_start"), 0.0
     )
@@ -241,6 +263,7 @@ def policy_step(
     num_accepted = 0
     for batch in batches:
         behaviour_G = join_rows([sample.behaviour_logprobs_G for sample in samples], batch)
+        old_G = join_rows(old_logprobs, batch)
         advantages_G = join_rows(advantages, batch)
         with autocast(settings.autocast_bfloat16):
             with torch.no_grad():
@@ -255,13 +278,13 @@ def policy_step(
                 policy_GV = log_softmax(state.policy, cut_GD[part], temperatures_G)
                 logprobs_G = gather_targets(policy_GV, batch.targets_G[part])
                 kl_G = kl_to_reference(policy_GV, reference_GV)
-                dis = policy_loss(logprobs_G, behaviour_G[part], advantages_G[part], num_generated, state.region)
-                (dis.loss + settings.plasticity.kl_coefficient * kl_G.sum() / num_generated).backward()  # type: ignore[no-untyped-call]
-                num_accepted += int(dis.accepted_G.sum())
+                policy = state.algorithm.policy_loss(logprobs_G, old_G[part], advantages_G[part], num_generated)
+                (policy.loss + settings.plasticity.kl_coefficient * kl_G.sum() / num_generated).backward()  # type: ignore[no-untyped-call]
+                num_accepted += int(policy.accepted_G.sum())
                 log_ratios.append(logprobs_G.detach() - behaviour_G[part])
-                sums["policy_loss"] += float(dis.loss.detach())
-                sums["rejected_low_fraction"] += float(dis.too_low_G.sum()) / num_generated
-                sums["rejected_high_fraction"] += float(dis.too_high_G.sum()) / num_generated
+                sums["policy_loss"] += float(policy.loss.detach())
+                sums["rejected_low_fraction"] += float(policy.too_low_G.sum()) / num_generated
+                sums["rejected_high_fraction"] += float(policy.too_high_G.sum()) / num_generated
                 sums["entropy"] += float(entropy(policy_GV.detach()).sum()) / num_generated
                 sums["kl_to_start"] += float(kl_G.detach().sum()) / num_generated
             policy_GD.backward(cut_GD.grad)  # type: ignore[no-untyped-call]
@@ -280,16 +303,26 @@ def policy_step(
 
 
 @torch.no_grad()
+def logprobs_of(
+    policy: Any, batches: Sequence[MicroBatch], samples: Sequence[Sample], settings: LearnerSettings
+) -> list[Tensor]:
+    """log pi of the generated tokens at their temperature, one fp32 [G] per sample."""
+    logprobs: dict[int, Tensor] = {}
+    with autocast(settings.autocast_bfloat16):
+        for batch in batches:
+            logprobs |= split_rows(target_logprobs(policy, batch), batch, samples)
+    return [logprobs[index] for index in range(len(samples))]
+
+
 def kept_fractions(state: SaoState, samples: Sequence[Sample]) -> list[float]:
     """Share of each trajectory's tokens that the trust region would keep now; one number per sample."""
-    fractions: dict[int, float] = {}
-    for batch in collate(samples, state.settings.micro_batch_tokens):
-        with autocast(state.settings.autocast_bfloat16):
-            logprobs_G = target_logprobs(state.policy, batch)
-        behaviour_G = join_rows([sample.behaviour_logprobs_G for sample in samples], batch)
-        kept_G = policy_loss(logprobs_G, behaviour_G, torch.zeros_like(behaviour_G), 1, state.region).accepted_G
-        fractions |= {index: float(kept.float().mean()) for index, kept in split_rows(kept_G, batch, samples).items()}
-    return [fractions[index] for index in range(len(samples))]
+    batches = collate(samples, state.settings.micro_batch_tokens)
+    kept = []
+    for sample, logprobs_G in zip(samples, logprobs_of(state.policy, batches, samples, state.settings), strict=True):
+        behaviour_G = sample.behaviour_logprobs_G
+        loss = policy_loss(logprobs_G, behaviour_G, torch.zeros_like(behaviour_G), 1, state.region)
+        kept.append(float(loss.accepted_G.float().mean()))
+    return kept
 
 
 def return_to_start(state: SaoState) -> None:
@@ -315,6 +348,7 @@ def state_dict(state: SaoState) -> dict[str, Any]:
         "critic": critic,
         "policy_optimizer": state.policy_optimizer.state_dict(),
         "critic_optimizer": state.critic_optimizer.state_dict(),
+        "algorithm": {"name": state.settings.algorithm, "memory": state.algorithm.memory()},
         "advantage_mean_square": state.advantage_rms.mean_square,
         "explained_variance_rows": state.explained_variance.rows(),
         "drop_detector_trailing": state.drop_detector.trailing(),
@@ -350,6 +384,9 @@ def load_state_dict(state: SaoState, saved: dict[str, Any]) -> None:
     state.advantage_rms = RunningRms(
         settings.advantage_rms_decay, settings.advantage_rms_floor, saved["advantage_mean_square"]
     )
+    state.algorithm = make_algorithm(settings)
+    if saved["algorithm"]["name"] == settings.algorithm:
+        state.algorithm.remember(saved["algorithm"]["memory"])
     window = settings.critic.explained_variance_window
     state.explained_variance = ExplainedVariance(window, map(tuple, saved["explained_variance_rows"]))
     state.drop_detector = DropDetector(settings.plasticity, saved["drop_detector_trailing"])

@@ -97,8 +97,22 @@ class PlasticitySettings(Section):
     """No drop is detected while the trailing mean is below this: a small batch's mean is noisy, and little is lost."""
 
 
+class AblationSettings(Section):
+    """Parts of SAO taken out one at a time, to measure what each does. A server leaves them as they are."""
+
+    trust_region: Literal["double_sided", "unbounded", "none"] = "double_sided"
+    """`double_sided` is DIS; `unbounded` keeps every importance ratio; `none` takes every ratio for 1."""
+    advantage_level: Literal["token", "turn_last", "turn_mean"] = "token"
+    """One advantage per token, or one per turn, from the value at its last token or the mean over its tokens."""
+    skip_observations: bool = True
+    """Leave observations (tool results, later user turns) out of GAE."""
+
+
 class LearnerSettings(Section):
     """The SAO loop."""
+
+    algorithm: Literal["sao", "running_mean", "prompt_mean", "grpo", "grpo_dis", "ppo", "vapo", "reinforce"] = "sao"
+    """SAO, or a baseline to compare it with. The two GRPOs compare answers to one prompt, which live traffic lacks."""
 
     enabled: bool = True
     """Start learning at once; when off, trajectories and feedback are stored and wait."""
@@ -146,6 +160,7 @@ class LearnerSettings(Section):
     """Servable policy directories kept on disk beside the active, its parent and the start."""
     critic: CriticSettings = CriticSettings()
     plasticity: PlasticitySettings = PlasticitySettings()
+    ablation: AblationSettings = AblationSettings()
 
     @model_validator(mode="after")
     def _check_batch_sizes(self) -> LearnerSettings:

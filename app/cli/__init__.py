@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from app.cli import config, database, demo, doctor, policies, serve
+from app.cli import bench, config, database, demo, doctor, policies, serve
 
 cli = typer.Typer(
     name="tideline",
@@ -25,6 +25,7 @@ cli.command("demo")(demo.demo)
 cli.command("simulate")(demo.simulate)
 cli.command("config")(config.config)
 cli.command("doctor")(doctor.doctor)
+cli.add_typer(bench.group, name="bench", help="Benchmarks of the algorithm; each prints a table and draws plots.")
 cli.add_typer(database.group, name="db", help="The database's migrations.")
 cli.add_typer(policies.group, name="policies", help="The versions of the policy.")
 
