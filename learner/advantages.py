@@ -40,13 +40,13 @@ def turn_advantages(
     turns: Sequence[slice],
     gamma: float,
     lambda_: float,
-    level: Literal["last", "mean"],
+    level: Literal["turn_last", "turn_mean"],
 ) -> Tensor:
     """GAE over turns instead of tokens, an ablation of the paper: every token of a turn has the same advantage; [G].
 
     The value of a turn is the one before its last token, or the mean over its tokens.
     """
-    values_N = torch.stack([values_G[turn][-1] if level == "last" else values_G[turn].mean() for turn in turns])
+    values_N = torch.stack([values_G[turn][-1] if level == "turn_last" else values_G[turn].mean() for turn in turns])
     rewards_N = torch.stack([rewards_G[turn].sum() for turn in turns])
     advantages_N = generalized_advantages(values_N, rewards_N, gamma, lambda_)
     lengths = torch.tensor([len(values_G[turn]) for turn in turns])

@@ -72,8 +72,8 @@ class Sao:
     def _advantages_of(self, sample: Sample, valued: Sample, values_G: Tensor) -> Tensor:
         settings = self.settings
         lambda_ = adaptive_lambda(sample.num_generated, settings.gae_alpha)
-        if settings.ablation.advantage_level != "token":
-            level = "last" if settings.ablation.advantage_level == "turn_last" else "mean"
+        level = settings.ablation.advantage_level
+        if level != "token":
             return turn_advantages(values_G, sample.rewards_G, sample.turns, settings.gamma, lambda_, level)
         advantages_G = generalized_advantages(values_G, valued.rewards_G, settings.gamma, lambda_)
         # The generated tokens among those that were valued; all of them unless GAE runs through the observations.

@@ -83,14 +83,14 @@ def test_without_observations_both_ways_agree() -> None:
     assert torch.equal(skipping, running)
 
 
-@pytest.mark.parametrize("level", ["last", "mean"])
+@pytest.mark.parametrize("level", ["turn_last", "turn_mean"])
 @pytest.mark.parametrize("seed", range(5))
 def test_turn_advantages_are_gae_over_turns(level: str, seed: int) -> None:
     sample = make_sample(seed, num_turns=4)
     values = torch.randn(sample.num_generated, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     turns = turns_by_hand(sample)
     turn_values = [
-        float(values[turn[-1]]) if level == "last" else sum(float(values[i]) for i in turn) / len(turn)
+        float(values[turn[-1]]) if level == "turn_last" else sum(float(values[i]) for i in turn) / len(turn)
         for turn in turns
     ]
     turn_rewards = [sum(float(sample.rewards_G[i]) for i in turn) for turn in turns]
@@ -98,7 +98,7 @@ def test_turn_advantages_are_gae_over_turns(level: str, seed: int) -> None:
     expected = [advantage for advantage, turn in zip(per_turn, turns, strict=True) for _ in turn]
     found = turn_advantages(values, sample.rewards_G.double(), sample.turns, 0.97, 0.8, level)  # type: ignore[arg-type]
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
-    (through_settings,) = make_sao(advantage_level=f"turn_{level}").advantages([sample], [values.float()])
+    (through_settings,) = make_sao(advantage_level=level).advantages([sample], [values.float()])
     assert len({tuple(through_settings[turn].tolist()) for turn in sample.turns}) == 4
     assert all(len(set(through_settings[turn].tolist())) == 1 for turn in sample.turns)
 
