@@ -35,6 +35,10 @@ class Sao:
     def __init__(self, settings: LearnerSettings) -> None:
         self.settings = settings
 
+    def gae_lambda(self, num_generated: int) -> float:
+        """lambda of the policy's GAE over a trajectory of that many generated tokens."""
+        return adaptive_lambda(num_generated, self.settings.gae_alpha)
+
     def valued(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples as the critic is asked about them: their `generated_G` says at which tokens V is needed."""
         if self.settings.ablation.skip_observations:
@@ -71,7 +75,7 @@ class Sao:
 
     def _advantages_of(self, sample: Sample, valued: Sample, values_G: Tensor) -> Tensor:
         settings = self.settings
-        lambda_ = adaptive_lambda(sample.num_generated, settings.gae_alpha)
+        lambda_ = self.gae_lambda(sample.num_generated)
         level = settings.ablation.advantage_level
         if level != "token":
             return turn_advantages(values_G, sample.rewards_G, sample.turns, settings.gamma, lambda_, level)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.advantages import generalized_advantages
 from learner.algorithm import Sao
-from learner.collate import Sample
 from learner.losses import PolicyLoss
+
+GAE_LAMBDA = 0.95
 
 
 def ppo_clip_loss(
@@ -40,9 +40,11 @@ class Ppo(Sao):
 
     recomputes_old_logprobs = True
     num_policy_steps = 2
-    gae_lambda = 0.95
     clip_low = 0.2
     clip_high = 0.2
+
+    def gae_lambda(self, num_generated: int) -> float:
+        return GAE_LAMBDA
 
     def policy_loss(
         self, policy_logprobs_G: Tensor, old_logprobs_G: Tensor, advantages_G: Tensor, denominator: int
@@ -50,6 +52,3 @@ class Ppo(Sao):
         return ppo_clip_loss(
             policy_logprobs_G, old_logprobs_G, advantages_G, denominator, self.clip_low, self.clip_high
         )
-
-    def _advantages_of(self, sample: Sample, valued: Sample, values_G: Tensor) -> Tensor:
-        return generalized_advantages(values_G, sample.rewards_G, self.settings.gamma, self.gae_lambda)

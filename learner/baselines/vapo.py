@@ -6,11 +6,8 @@ every algorithm with a critic shares.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from learner.algorithm import Sao
 from learner.baselines.ppo import Ppo
-from learner.collate import Sample
 
 
 class Vapo(Ppo):
@@ -18,5 +15,5 @@ class Vapo(Ppo):
 
     clip_high = 0.28
 
-    def _advantages_of(self, sample: Sample, valued: Sample, values_G: Tensor) -> Tensor:
-        return Sao._advantages_of(self, sample, valued, values_G)
+    def gae_lambda(self, num_generated: int) -> float:
+        return Sao.gae_lambda(self, num_generated)

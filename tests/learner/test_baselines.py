@@ -197,3 +197,8 @@ def test_live_learner_refuses_an_algorithm_that_needs_groups(settings: Settings,
     grpo = settings.model_copy(update={"learner": settings.learner.model_copy(update={"algorithm": "grpo"})})
     with pytest.raises(UnsupportedAlgorithmError, match=r"learner\.algorithm: grpo compares"):
         Learner(grpo, database, CheckingPublisher(), "me", lambda: False)
+
+
+def test_ppo_has_a_fixed_lambda_and_vapo_saos() -> None:
+    lambdas = {name: make_algorithm(make_settings(name)).gae_lambda(20) for name in ("sao", "ppo", "vapo")}
+    assert lambdas == {"sao": pytest.approx(1 - 1 / 30), "ppo": 0.95, "vapo": pytest.approx(1 - 1 / 30)}
