@@ -454,16 +454,17 @@ async def test_restart_after_a_failed_swap_recovers_on_the_last_good_version(
 ) -> None:
     good = roughened(served[1], tmp_path / "good", noise=0.3, seed=4)
     broken = with_tensors(served[1], tmp_path / "broken", {"lm_head.weight": None})
-    probe = probe_of(good)  # seconds of work, which the stream below must not outlive
-    prompt = await client.render_chat({"messages": MESSAGES, "ignore_eos": True})
-    stream = client.generate(prompt, "interrupted")
-    await anext(aiter(stream))
+    probe = probe_of(good)
+    # It waits in the paused engine: one that ran would at times be done before the swap gets to pause it.
+    assert post(engine, "/pause", params={"mode": "keep", "clear_cache": "false"}).status_code == 200
+    stream = asyncio.create_task(collect(client, {"messages": MESSAGES, "ignore_eos": True}))
+    await asyncio.sleep(0.5)
     with pytest.raises(SwapError):
         await asyncio.to_thread(swap.publish, broken, 9, probe)
+    assert not stream.done()
     restart = asyncio.create_task(asyncio.to_thread(engine.restart, 7, good))
     with pytest.raises(EngineUnavailableError):
-        async for _ in stream:
-            pass
+        await stream
     await restart
     assert await client.is_ready()
     assert await client.weight_version() == 7
