@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,20 +20,18 @@ from benchmarks.sao.jobs import jobs_of, run_jobs
 from benchmarks.sao.run import TASKS
 from benchmarks.sao.variants import SUITES, VARIANTS, Suite
 
-PRINTED = (
-    "variant",
-    "staleness",
-    "seeds",
-    "updates",
-    "final_reward",
-    "worst_drop",
-    "updates_to_80",
-    "reached_80",
-    "collapsed",
-    "kept_fraction",
-    "explained_variance",
-    "critic_grad_norm",
-)
+PRINTED = {
+    "variant": "variant",
+    "staleness": "stale",
+    "final_reward": "reward",
+    "worst_drop": "drop",
+    "updates_to_80": "to 80%",
+    "reached_80": "reached",
+    "collapsed": "collapsed",
+    "kept_fraction": "kept",
+    "explained_variance": "EV",
+}
+"""Columns of the printed table; summary.csv has more."""
 
 
 def main(
@@ -117,11 +116,14 @@ def tell(names: list[str], out: Path, console: Console) -> None:
         if not runs:
             continue
         own = report.table(name, runs)
-        table = Table(title=f"{name}: {SUITES[name].question}", title_justify="left")
-        for column in PRINTED:
-            table.add_column(column.replace("_", " "))
+        title = f"{name} ({own[0]['updates']} updates, {own[0]['seeds']} seeds): {SUITES[name].question}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for column, header in PRINTED.items():
+            table.add_column(header, no_wrap=True, justify="left" if column == "variant" else "right")
         for row in own:
-            table.add_row(*(row[column] for column in PRINTED))
+            # Of what is the same in every seed or nearly so, the mean alone; a terminal is 80 columns wide.
+            short = {column: row[column].split("±")[0] for column in ("kept_fraction", "explained_variance")}
+            table.add_row(*((row | short)[column] for column in PRINTED))
         console.print(table)
         report.plot(name, runs, out / f"{name}.png")
         rows += own

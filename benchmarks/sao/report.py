@@ -35,7 +35,7 @@ class Interval:
     half_width: float | None
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" if self.half_width is None else f"{self.mean:.3f} ± {self.half_width:.3f}"
+        return f"{self.mean:.2f}" if self.half_width is None else f"{self.mean:.2f}±{self.half_width:.2f}"
 
 
 def interval(values: Sequence[float]) -> Interval:

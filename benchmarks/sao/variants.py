@@ -61,7 +61,7 @@ VARIANTS: dict[str, Variant] = {
         _variant("pretrained-1024", "critic pretrained on 1,024", 1024),
         _variant("turn-last", "one advantage per turn, V at its last token", ablation={"advantage_level": "turn_last"}),
         _variant("turn-mean", "one advantage per turn, mean V", ablation={"advantage_level": "turn_mean"}),
-        _variant("through-observations", "GAE through the observations", ablation={"skip_observations": False}),
+        _variant("through-obs", "GAE through the observations", ablation={"skip_observations": False}),
         _variant("whiten", "advantages whitened per batch", advantage_scaling="whiten"),
         _variant("unscaled", "advantages left as they are", advantage_scaling="none"),
         _variant("running-mean", "A = R - mean of the last 128 rewards, DIS", algorithm="running_mean"),
@@ -117,7 +117,7 @@ SUITES: dict[str, Suite] = {
     "turns": Suite(
         "Does leaving observations out of GAE help where they matter, and one advantage per token?",
         "lookup",
-        ("sao", "through-observations", "turn-last", "turn-mean"),
+        ("sao", "through-obs", "turn-last", "turn-mean"),
         (1,),
         5,
         200,

@@ -150,7 +150,8 @@ def test_interval_is_students() -> None:
     found = report.interval([1.0, 2.0, 3.0])
     assert found.mean == 2.0
     assert found.half_width == pytest.approx(4.303 / math.sqrt(3))
-    assert str(report.interval([0.5])) == "0.500"
+    assert str(report.interval([0.5])) == "0.50"
+    assert str(found) == "2.00±2.48"
     assert math.isnan(report.interval([math.nan]).mean)
 
 
