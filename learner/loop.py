@@ -20,9 +20,10 @@ import structlog
 import torch
 
 from app.inference.protocol import EngineUnavailableError, SwapError, SwapReport, WeightPublisher
-from learner import checkpoint, publish, sao
+from learner import checkpoint, pretrain, publish, sao
 from learner.collate import Sample, to_sample
 from learner.faults import reach
+from learner.scored import NothingToServeError, policy_identity, pretrained_directory, read_store, starting_policy
 from store import policies, queue, steps, workers
 from store.database import Database
 from store.settings import Settings, policy_directory_name
@@ -45,10 +46,6 @@ log = structlog.get_logger("tideline.learner")
 
 class UnsupportedAlgorithmError(TidelineError, ValueError):
     """The algorithm needs what live traffic does not give."""
-
-
-class NothingToServeError(TidelineError, RuntimeError):
-    """There is no policy to learn from; `tideline serve` makes the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ class Learner:
         self.should_stop = should_stop
         self.on_state = on_state
         self.checkpoints_dir = settings.data_dir.resolve() / "checkpoints"
-        self.start_directory = self._start_directory()
+        self.start_directory = starting_policy(database)
         self.probe_tokens = publish.probe_tokens(self.start_directory, min(64, settings.engine.max_model_len - 1))
         self.probe_dtype = torch.bfloat16 if settings.engine.dtype == "bfloat16" else torch.float32
         self.state = sao.SaoState(self.start_directory, settings.learner)
@@ -104,9 +101,33 @@ class Learner:
                     self.on_state({"state": "waiting" if self.settings.learner.enabled else "paused"})
                     time.sleep(POLL_SECONDS)
                     continue
+                if self.state.num_updates == 0:
+                    self.pretrain_critic()
                 self.step(batch)
         finally:
             self.database.write(lambda session: queue.release(session, self.owner))
+
+    def pretrain_critic(self) -> None:
+        """Before the first update: pretrain the critic if enough judged trajectories of the starting policy wait.
+
+        They are only read; a crash in the middle loses nothing but the time.
+        """
+        wanted = self.settings.learner.critic.pretrain_min_trajectories
+        if not self.state.algorithm.uses_critic or self.state.critic_pretrained or wanted == 0:
+            return
+        if self.database.read(lambda session: queue.count_judged_by_version(session, 0)) < wanted:
+            return
+        self.on_state({"state": "pretraining the critic"})
+        samples = read_store(self.database)
+        report = pretrain.pretrain_critic(
+            self.state, samples, lambda epoch, _: self.on_state({"state": f"pretraining the critic, epoch {epoch}"})
+        )
+        log.info(
+            "critic pretrained",
+            trajectories=report.num_trained,
+            epochs=report.num_epochs,
+            held_out_explained_variance=report.explained_variance,
+        )
 
     def step(self, batch: ClaimedBatch) -> None:
         """One update over a claimed batch, made durable, recorded and served."""
@@ -215,12 +236,14 @@ class Learner:
         """
         newest = self.database.read(policies.newest)
         if newest is None:
-            raise NothingToServeError("there is no policy yet; `tideline serve` makes the first one")
+            raise NothingToServeError("every policy has been rejected, the first one too")
         number = self.database.read(lambda session: steps.newest_of(session, newest.version))
         if number is not None:
             sao.load_state_dict(self.state, checkpoint.read(self.checkpoints_dir, number))
-        elif self.state.num_updates > 0:
-            self.state = sao.SaoState(self.start_directory, self.settings.learner)
+        else:
+            if self.state.num_updates > 0:
+                self.state = sao.SaoState(self.start_directory, self.settings.learner)
+            self._take_pretrained_critic()
         self.version = newest.version
 
     def prune(self) -> None:
@@ -301,11 +324,12 @@ class Learner:
         self.database.write(lambda session: workers.request_restart(session, "engine", reason, now))
         self.restore()
 
-    def _start_directory(self) -> Path:
-        start = self.database.read(lambda session: policies.get(session, 0))
-        if start is None:
-            raise NothingToServeError("there is no policy yet; `tideline serve` makes the first one")
-        return Path(start.path)
+    def _take_pretrained_critic(self) -> None:
+        """Start with the critic that `tideline pretrain-critic` left, if it left one for this start."""
+        directory = pretrained_directory(self.settings)
+        if directory.is_dir():
+            refused = pretrain.load(directory, self.state, policy_identity(self.start_directory))
+            log.info("pretrained critic taken" if refused is None else "pretrained critic left alone", reason=refused)
 
     def _tell_swap(self, swap: SwapReport, oldest_ready_at: datetime | None) -> None:
         told: dict[str, Any] = {

@@ -79,9 +79,8 @@ class SaoState:
         self.reference = load_policy(start_directory, dtype).requires_grad_(False)
         self.critic = Critic(self.policy, settings.critic.num_layers, settings.critic.freeze_attention).eval()
         self.policy_optimizer = self.make_policy_optimizer()
-        self.critic_optimizer = torch.optim.AdamW(
-            trainable(self.critic), lr=settings.critic.learning_rate, weight_decay=0.0, fused=True
-        )
+        self.critic_optimizer = self.make_critic_optimizer()
+        self.critic_pretrained = False
         self.algorithm = make_algorithm(settings)
         self.advantage_rms = RunningRms(settings.advantage_rms_decay, settings.advantage_rms_floor)
         self.explained_variance = ExplainedVariance(settings.critic.explained_variance_window)
@@ -93,6 +92,12 @@ class SaoState:
         """AdamW without weight decay, its moments at zero."""
         return torch.optim.AdamW(
             trainable(self.policy), lr=self.settings.policy_learning_rate, weight_decay=0.0, fused=True
+        )
+
+    def make_critic_optimizer(self) -> torch.optim.AdamW:
+        """AdamW without weight decay, its moments at zero."""
+        return torch.optim.AdamW(
+            trainable(self.critic), lr=self.settings.critic.learning_rate, weight_decay=0.0, fused=True
         )
 
     @property
@@ -132,7 +137,8 @@ def update(
         metrics["critic_seconds"] = time.monotonic() - began
 
     dropped = state.drop_detector.observe(metrics["reward_mean"])
-    if state.algorithm.uses_critic and state.num_updates <= settings.critic.warmup_updates:
+    warming_up = state.num_updates <= settings.critic.warmup_updates and not state.critic_pretrained
+    if state.algorithm.uses_critic and warming_up:
         return _report("critic_warmup", metrics)
     if dropped and settings.plasticity.return_to_start:
         return_to_start(state)
@@ -352,6 +358,7 @@ def state_dict(state: SaoState) -> dict[str, Any]:
         "advantage_mean_square": state.advantage_rms.mean_square,
         "explained_variance_rows": state.explained_variance.rows(),
         "drop_detector_trailing": state.drop_detector.trailing(),
+        "critic_pretrained": state.critic_pretrained,
         "num_updates": state.num_updates,
         "floor_version": state.floor_version,
         "rng": torch.get_rng_state(),
@@ -390,6 +397,7 @@ def load_state_dict(state: SaoState, saved: dict[str, Any]) -> None:
     window = settings.critic.explained_variance_window
     state.explained_variance = ExplainedVariance(window, map(tuple, saved["explained_variance_rows"]))
     state.drop_detector = DropDetector(settings.plasticity, saved["drop_detector_trailing"])
+    state.critic_pretrained = saved["critic_pretrained"]
     state.num_updates = saved["num_updates"]
     state.floor_version = saved["floor_version"]
     torch.set_rng_state(saved["rng"])

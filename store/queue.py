@@ -11,7 +11,7 @@ took over may finish it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import and_, case, func, or_, select, update
@@ -19,9 +19,9 @@ from sqlalchemy.orm import Session
 
 from store.errors import LeaseLostError
 from store.judging import leave_queue, rejudge
-from store.models import TrainingQueueRow
+from store.models import TrainingQueueRow, TrajectoryRow
 from store.trajectories import get_many
-from store.types import JudgedTrajectory, QueueStats, TrajectoryStatus
+from store.types import JudgedTrajectory, QueueStats, Trajectory, TrajectoryStatus
 
 
 def claim(session: Session, owner: str, limit: int, lease_seconds: float, now: datetime) -> list[JudgedTrajectory]:
@@ -47,18 +47,35 @@ def claim(session: Session, owner: str, limit: int, lease_seconds: float, now: d
     for place in claimed:
         place.lease_owner = owner
         place.lease_expires_at = now + timedelta(seconds=lease_seconds)
-        assert place.reward is not None
-        assert place.ready_at is not None
-        judged.append(
-            JudgedTrajectory(
-                trajectory=trajectories[place.trajectory_id],
-                reward=place.reward,
-                ready_at=place.ready_at,
-                feedback_ids=tuple(place.feedback_ids),
-            )
-        )
+        judged.append(_judged(place, trajectories))
     session.flush()
     return judged
+
+
+def judged_by_version(session: Session, version: int, limit: int) -> list[JudgedTrajectory]:
+    """Judged trajectories admitted under policy `version` that wait or are leased, oldest first; none is claimed."""
+    places = session.scalars(
+        select(TrainingQueueRow)
+        .join(TrajectoryRow, TrajectoryRow.id == TrainingQueueRow.trajectory_id)
+        .where(TrainingQueueRow.reward.is_not(None), TrajectoryRow.admitted_version == version)
+        .order_by(TrainingQueueRow.ready_at, TrainingQueueRow.trajectory_id)
+        .limit(limit)
+    ).all()
+    trajectories = get_many(session, [place.trajectory_id for place in places])
+    return [_judged(place, trajectories) for place in places]
+
+
+def count_judged_by_version(session: Session, version: int) -> int:
+    """How many `judged_by_version` could give."""
+    return (
+        session.scalar(
+            select(func.count())
+            .select_from(TrainingQueueRow)
+            .join(TrajectoryRow, TrajectoryRow.id == TrainingQueueRow.trajectory_id)
+            .where(TrainingQueueRow.reward.is_not(None), TrajectoryRow.admitted_version == version)
+        )
+        or 0
+    )
 
 
 def renew(session: Session, owner: str, lease_seconds: float, now: datetime) -> int:
@@ -143,6 +160,17 @@ def held(session: Session, owner: str, trajectory_ids: Sequence[str]) -> dict[st
         if trajectory_id not in places:
             raise LeaseLostError(f"{owner} no longer holds trajectory {trajectory_id}")
     return places
+
+
+def _judged(place: TrainingQueueRow, trajectories: Mapping[str, Trajectory]) -> JudgedTrajectory:
+    assert place.reward is not None
+    assert place.ready_at is not None
+    return JudgedTrajectory(
+        trajectory=trajectories[place.trajectory_id],
+        reward=place.reward,
+        ready_at=place.ready_at,
+        feedback_ids=tuple(place.feedback_ids),
+    )
 
 
 def _end_lease(session: Session, place: TrainingQueueRow, at: datetime) -> None:

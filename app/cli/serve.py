@@ -15,6 +15,7 @@ import time
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import structlog
 import typer
@@ -241,6 +242,25 @@ def learner(
     _prepare_or_fail(settings, warm_start=False)
     # The app package never imports the learner, so this process becomes it.
     os.execv(sys.executable, [sys.executable, "-m", "learner"])
+
+
+def pretrain_critic(
+    file: Annotated[
+        Path | None, typer.Option("--from", help="JSONL file of scored trajectories; default: those in the store.")
+    ] = None,
+    profile: Profile = None,
+    model: Model = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+    config: ConfigFile = None,
+) -> None:
+    """Pretrain the critic on scored trajectories of the starting policy, before learning begins."""
+    settings = resolve_settings(
+        profile=profile, model=model, data_dir=data_dir, database_url=database_url, config=config
+    )
+    _prepare_or_fail(settings, warm_start=False)
+    arguments = [] if file is None else ["--from", str(file.resolve())]
+    os.execv(sys.executable, [sys.executable, "-m", "learner.pretrain_command", *arguments])
 
 
 def check_address(settings: Settings) -> None:

@@ -15,6 +15,7 @@ from benchmarks.sao.rollouts import History, Sampler
 from benchmarks.sao.tasks import Progress, StyleTask, Task
 from benchmarks.sao.variants import GROUP_SIZE, VARIANTS, settings_of
 from learner import sao
+from learner.pretrain import pretrain_critic
 
 TASKS: dict[str, Callable[[Path, Progress], Task]] = {"style": StyleTask, "lookup": LookupTask}
 RECORDED = (
@@ -89,7 +90,5 @@ def pretrain(
     state: sao.SaoState, sampler: Sampler, task: Task, rng: random.Random, history: History, num_rollouts: int
 ) -> None:
     """Pretrain the critic on scored rollouts of the starting policy."""
-    from learner.pretrain import pretrain_critic
-
     episodes = task.episodes(rng, num_rollouts, 1)
     pretrain_critic(state, sampler.play(episodes, [history.at_staleness(0)]))

@@ -14,7 +14,8 @@ import torch
 from app.inference.protocol import EngineUnavailableError, SwapError
 from learner import checkpoint, loop
 from learner.files import CheckpointWriteError
-from learner.loop import Learner, NothingToServeError
+from learner.loop import Learner
+from learner.scored import NothingToServeError
 from store import feedback, policies, queue, steps, trajectories, workers
 from store.database import Database
 from store.errors import LeaseLostError
