@@ -6,7 +6,6 @@ has its checkpoint; directories of steps that were never recorded are leftovers 
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from learner.files import durable_directory
+from learner.files import UnreadableFileError, durable_directory, read_tensors
 from store.types import TidelineError
 
 STATE_FILE = "state.pt"
@@ -39,12 +38,10 @@ def write(checkpoints_dir: Path, step: int, state: dict[str, Any], settings_json
 
 def read(checkpoints_dir: Path, step: int) -> dict[str, Any]:
     """The state of a step. Raises CheckpointMissingError."""
-    path = checkpoint_path(checkpoints_dir, step) / STATE_FILE
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointMissingError(f"the checkpoint {path} of step {step} cannot be read: {error}") from error
-    return state
+        return read_tensors(checkpoint_path(checkpoints_dir, step) / STATE_FILE)
+    except UnreadableFileError as error:
+        raise CheckpointMissingError(f"the checkpoint of step {step} cannot be read: {error}") from error
 
 
 def prune(parent: Path, keep: Collection[str]) -> None:

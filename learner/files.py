@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from store.types import TidelineError
@@ -15,6 +19,22 @@ from store.types import TidelineError
 
 class CheckpointWriteError(TidelineError, OSError):
     """A checkpoint or policy could not be written (disk full, no permission); what was there before is intact."""
+
+
+class UnreadableFileError(TidelineError, OSError):
+    """A file of tensors is missing, torn or not one."""
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """What torch.save wrote to `path`. Raises UnreadableFileError."""
+    try:
+        # torch takes anything else for its format of old, whose reader raises whatever the bytes make it.
+        if not zipfile.is_zipfile(path):
+            raise UnreadableFileError(f"{path} is missing, torn or no file of tensors")
+        loaded: dict[str, Any] = torch.load(path, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UnreadableFileError(f"{path} cannot be read: {error}") from error
+    return loaded
 
 
 @contextmanager

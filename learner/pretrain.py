@@ -7,7 +7,6 @@ Invariant: it trains the critic alone and consumes nothing: the trajectories wai
 
 from __future__ import annotations
 
-import pickle
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ import torch
 from learner import sao
 from learner.advantages import discounted_sums
 from learner.collate import Sample, collate
-from learner.files import durable_directory
+from learner.files import UnreadableFileError, durable_directory, read_tensors
 from learner.metrics import ExplainedVariance
 from learner.models import trainable
 from store.types import TidelineError
@@ -111,9 +110,9 @@ def load(directory: Path, state: sao.SaoState, identity: str) -> str | None:
     """
     path = directory / FILE
     try:
-        saved: dict[str, Any] = torch.load(path, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        return f"{path} cannot be read: {error}"
+        saved = read_tensors(path)
+    except UnreadableFileError as error:
+        return str(error)
     if saved["identity"] != identity:
         return f"{path} was pretrained for another starting policy"
     shapes = {name: tuple(value.shape) for name, value in _critic_state(state)["critic"].items()}

@@ -26,7 +26,6 @@ PRINTED = {
     "final_reward": "reward",
     "worst_drop": "drop",
     "updates_to_80": "to 80%",
-    "reached_80": "reached",
     "collapsed": "collapsed",
     "kept_fraction": "kept",
     "explained_variance": "EV",
@@ -123,6 +122,7 @@ def tell(names: list[str], out: Path, console: Console) -> None:
         for row in own:
             # Of what is the same in every seed or nearly so, the mean alone; a terminal is 80 columns wide.
             short = {column: row[column].split("±")[0] for column in ("kept_fraction", "explained_variance")}
+            short["updates_to_80"] = f"{row['updates_to_80']} ({row['reached_80']})"
             table.add_row(*((row | short)[column] for column in PRINTED))
         console.print(table)
         report.plot(name, runs, out / f"{name}.png")

@@ -35,6 +35,8 @@ class Interval:
     half_width: float | None
 
     def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return "-"
         return f"{self.mean:.2f}" if self.half_width is None else f"{self.mean:.2f}±{self.half_width:.2f}"
 
 

@@ -146,3 +146,19 @@ def test_claims_and_rewards_at_once_lose_nothing(database: Database) -> None:
     finally_claimed = claim(database, "learner")
     assert sorted(each.trajectory.id for each in finally_claimed) == sorted(expected)
     assert {each.reward for each in finally_claimed} == {0.5}
+
+
+def test_judged_by_version_reads_what_waits_and_claims_nothing(database: Database) -> None:
+    first, second = (store_trajectory(database) for _ in range(2))
+    unjudged = store_trajectory(database)
+    later = store_trajectory(database, admitted_version=1)
+    judge(database, second, 0.25, now=at(1))
+    judge(database, first, now=at(2))
+    judge(database, later, now=at(3))
+    claim(database, "learner", 1, now=at(4))
+    found = database.read(lambda session: queue.judged_by_version(session, 0, 10))
+    assert [(each.trajectory.id, each.reward) for each in found] == [(second, 0.25), (first, 1.0)]
+    assert unjudged not in {each.trajectory.id for each in found}
+    assert database.read(lambda session: queue.count_judged_by_version(session, 0)) == 2
+    assert [each.trajectory.id for each in database.read(lambda s: queue.judged_by_version(s, 0, 1))] == [second]
+    assert [each.trajectory.id for each in claim(database, "learner", now=at(5))] == [first, later]
