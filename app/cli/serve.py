@@ -258,6 +258,8 @@ def pretrain_critic(
     settings = resolve_settings(
         profile=profile, model=model, data_dir=data_dir, database_url=database_url, config=config
     )
+    if file is not None and not file.is_file():
+        fail(f"from: there is no file {file}", USAGE_ERROR_CODE)
     _prepare_or_fail(settings, warm_start=False)
     arguments = [] if file is None else ["--from", str(file.resolve())]
     os.execv(sys.executable, [sys.executable, "-m", "learner.pretrain_command", *arguments])

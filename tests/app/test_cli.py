@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import tomllib
 from pathlib import Path
 
@@ -182,6 +183,25 @@ def test_no_arguments_shows_the_commands() -> None:
     output = run().output
     for name in ("serve", "app", "engine", "learner", "config", "doctor", "db", "policies"):
         assert name in output
+
+
+def test_pretrain_critic_becomes_the_learners_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Path] = []
+    became: list[list[str]] = []
+    monkeypatch.setattr("app.cli.serve.prepare", lambda settings, warm_start: prepared.append(settings.data_dir))
+    monkeypatch.setattr("os.execv", lambda path, arguments: became.append(arguments))
+    where = ["--data-dir", str(tmp_path), "--profile", "micro"]
+    missing = run("pretrain-critic", "--from", str(tmp_path / "none.jsonl"), *where)
+    assert missing.exit_code == 2
+    assert missing.stderr.strip() == f"tideline: from: there is no file {tmp_path / 'none.jsonl'}"
+    assert not prepared, "a model was made for a file that is not there"
+    scored = tmp_path / "scored.jsonl"
+    scored.touch()
+    assert run("pretrain-critic", "--from", str(scored), *where).exit_code == 0
+    assert run("pretrain-critic", *where).exit_code == 0
+    command = [sys.executable, "-m", "learner.pretrain_command"]
+    assert became == [[*command, "--from", str(scored)], command]
+    assert prepared == [tmp_path, tmp_path]
 
 
 def test_port_0_becomes_a_free_port_that_children_know(tmp_path: Path) -> None:
