@@ -101,8 +101,6 @@ class Learner:
                     self.on_state({"state": "waiting" if self.settings.learner.enabled else "paused"})
                     time.sleep(POLL_SECONDS)
                     continue
-                if self.state.num_updates == 0:
-                    self.pretrain_critic()
                 self.step(batch)
         finally:
             self.database.write(lambda session: queue.release(session, self.owner))
@@ -110,7 +108,8 @@ class Learner:
     def pretrain_critic(self) -> None:
         """Before the first update: pretrain the critic if enough judged trajectories of the starting policy wait.
 
-        They are only read; a crash in the middle loses nothing but the time.
+        They are only read, and none is claimed yet, so a crash in the middle loses nothing but the time, and what is
+        judged meanwhile counts. With too few that can be trained on, learning begins with the critic's warm-up.
         """
         wanted = self.settings.learner.critic.pretrain_min_trajectories
         if not self.state.algorithm.uses_critic or self.state.critic_pretrained or wanted == 0:
@@ -118,15 +117,22 @@ class Learner:
         if self.database.read(lambda session: queue.count_judged_by_version(session, 0)) < wanted:
             return
         self.on_state({"state": "pretraining the critic"})
-        samples = read_store(self.database)
-        report = pretrain.pretrain_critic(
-            self.state, samples, lambda epoch, _: self.on_state({"state": f"pretraining the critic, epoch {epoch}"})
-        )
+        try:
+            report = pretrain.pretrain_critic(
+                self.state,
+                read_store(self.database),
+                lambda epoch, _: self.on_state({"state": f"pretraining the critic, epoch {epoch}"}),
+                self.should_stop,
+            )
+        except pretrain.TooFewTrajectoriesError as error:
+            log.warning("critic not pretrained", reason=str(error))
+            return
         log.info(
-            "critic pretrained",
+            "critic pretrained" if self.state.critic_pretrained else "critic left as it was",
             trajectories=report.num_trained,
             epochs=report.num_epochs,
-            held_out_explained_variance=report.explained_variance,
+            held_out_value_loss=report.after.value_loss,
+            held_out_explained_variance=report.after.explained_variance,
         )
 
     def step(self, batch: ClaimedBatch) -> None:
@@ -175,7 +181,10 @@ class Learner:
         self.prune()
 
     def claim_batch(self) -> ClaimedBatch | None:
-        """Claim one batch, or None while there are too few judged trajectories that have not waited long enough."""
+        """Claim one batch, or None while there are too few judged trajectories that have not waited long enough.
+
+        Before the first batch is claimed the critic may be pretrained.
+        """
         settings = self.settings.learner
         if not settings.enabled:
             return None
@@ -187,8 +196,13 @@ class Learner:
         wanted = settings.min_batch_size if waited else settings.batch_size
         if stats.num_ready < wanted:
             return None
+        if self.state.num_updates == 0:
+            self.pretrain_critic()
+            if self.should_stop():
+                return None
+        claimed_at = datetime.now(UTC)  # pretraining may have taken longer than a lease lasts
         claimed = self.database.write(
-            lambda session: queue.claim(session, self.owner, settings.batch_size, settings.lease_seconds, now)
+            lambda session: queue.claim(session, self.owner, settings.batch_size, settings.lease_seconds, claimed_at)
         )
         batch = self._without_stale(claimed)
         if len(batch.samples) >= wanted:

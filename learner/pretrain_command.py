@@ -1,6 +1,7 @@
 """`tideline pretrain-critic`, or `python -m learner.pretrain_command`: pretrain the critic before the first update.
 
-Exit codes: 0 written, 1 something stands in the way (a running learner, updates made), 2 nothing usable to train on.
+Exit codes: 0 written, 1 something stands in the way (a running learner, updates made), 2 nothing usable to train on,
+130 interrupted. Unless it is 0, nothing was written.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `python -m learner` does, before torch is imported
+
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 from learner import pretrain, sao, scored
 from store import migrate, steps, workers
@@ -22,10 +26,15 @@ from store.settings import Settings
 from store.types import TidelineError
 
 USAGE_ERROR_CODE = 2
+INTERRUPTED_CODE = 130
 
 
 class LearningBegunError(TidelineError, RuntimeError):
     """A pretrained critic is only ever used before the first update."""
+
+
+class NothingLearnedError(TidelineError, ValueError):
+    """A critic that is no better than an untrained one must not spare the learner its warm-up."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,21 +47,26 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     settings = Settings()
     torch.set_num_threads(settings.learner.num_threads or os.cpu_count() or 1)
+    disable_progress_bar()  # two bars for a second of reading weights would break the line that tells the epochs
     console = Console(highlight=False, soft_wrap=True)
     try:
         with console.status("reading scored trajectories") as status:
             report, path = run(settings, options.file, lambda text: status.update(text))
-    except (scored.ScoredFileError, pretrain.TooFewTrajectoriesError) as error:
-        return _fail(error, USAGE_ERROR_CODE)
+    except (scored.ScoredFileError, pretrain.TooFewTrajectoriesError, NothingLearnedError) as error:
+        return _fail(str(error), USAGE_ERROR_CODE)
     except TidelineError as error:
-        return _fail(error, 1)
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted, so nothing was written", INTERRUPTED_CODE)
     table = Table(title="Critic pretrained", title_justify="left", show_header=False)
     for name, value in (
         ("trajectories trained on", str(report.num_trained)),
         ("trajectories held out", str(report.num_held_out)),
         ("epochs", f"{report.num_epochs} in {report.seconds:.1f} s"),
-        ("held-out explained variance before", _number(report.explained_variance_before)),
-        ("held-out explained variance after", _number(report.explained_variance)),
+        ("held-out value loss before", f"{report.before.value_loss:.4f}"),
+        ("held-out value loss after", f"{report.after.value_loss:.4f}"),
+        ("held-out explained variance before", _number(report.before.explained_variance)),
+        ("held-out explained variance after", _number(report.after.explained_variance)),
     ):
         table.add_row(name, value)
     console.print(table)
@@ -63,7 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(settings: Settings, file: Path | None, tell: Callable[[str], None]) -> tuple[pretrain.PretrainReport, Path]:
     """Pretrain and write.
 
-    Raises LearningBegunError, ScoredFileError, TooFewTrajectoriesError, CheckpointWriteError and the store's errors.
+    Raises LearningBegunError, ScoredFileError, TooFewTrajectoriesError, NothingLearnedError, CheckpointWriteError and
+    the store's errors.
     """
     database = Database(settings.resolved_database_url)
     try:
@@ -80,8 +95,13 @@ def run(settings: Settings, file: Path | None, tell: Callable[[str], None]) -> t
     report = pretrain.pretrain_critic(
         state,
         samples,
-        lambda epoch, explained: tell(f"epoch {epoch}: held-out explained variance {_number(explained)}"),
+        lambda epoch, score: tell(f"epoch {epoch}: held-out explained variance {_number(score.explained_variance)}"),
     )
+    if not state.critic_pretrained:
+        raise NothingLearnedError(
+            f"after {report.num_epochs} epochs over {report.num_trained} trajectories the critic predicts the "
+            f"{report.num_held_out} held-out ones no better than an untrained one, so nothing was written"
+        )
     return report, pretrain.write(scored.pretrained_directory(settings), state, scored.policy_identity(start))
 
 
@@ -99,8 +119,8 @@ def _number(value: float | None) -> str:
     return "undefined (all returns alike)" if value is None else f"{value:+.3f}"
 
 
-def _fail(error: Exception, code: int) -> int:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"tideline: {error}", style="red", markup=False)
+def _fail(message: str, code: int) -> int:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"tideline: {message}", style="red", markup=False)
     return code
 
 

@@ -63,7 +63,8 @@ def read_jsonl(path: Path, vocabulary_size: int) -> list[Sample]:
     Raises ScoredFileError.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON may hold U+2028 and others that it takes for the end of a line.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ScoredFileError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     samples = []

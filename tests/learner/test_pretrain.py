@@ -1,8 +1,9 @@
-"""Value pretraining: what can be predicted is, what cannot is left alone, and nothing is used up."""
+"""Value pretraining: what can be predicted is, what cannot is known by its mean, and nothing is used up."""
 
 from __future__ import annotations
 
-import json
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -12,21 +13,28 @@ from typing import Any
 import pytest
 import torch
 
-from learner import pretrain, pretrain_command, sao
+from learner import pretrain, sao
 from learner.advantages import terminal_rewards
-from learner.collate import Sample
+from learner.collate import Sample, collate
 from learner.loop import Learner
 from learner.models import load_policy
-from learner.pretrain import PATIENCE_EPOCHS, TooFewTrajectoriesError, held_out_explained_variance, pretrain_critic
+from learner.pretrain import (
+    PATIENCE_EPOCHS,
+    HeldOutScore,
+    TooFewTrajectoriesError,
+    held_out_score,
+    pretrain_critic,
+)
 from learner.sao import SaoState
-from learner.scored import ScoredFileError, policy_identity, pretrained_directory, read_jsonl, read_store
-from store import queue, workers
+from learner.scored import policy_identity, pretrained_directory
+from store import feedback, queue
 from store.database import Database
 from store.settings import CriticSettings, LearnerSettings, Settings
 from store.types import TrajectoryStatus
 from tests.learner.publishers import CheckingPublisher
 from tests.learner.rollouts import make_samples, store_judged
-from tests.learner.test_loop import one_step, statuses
+from tests.learner.test_loop import statuses
+from tests.store.records import make_submission
 
 CRITIC = {"warmup_updates": 3, "num_layers": 2, "learning_rate": 5e-3}
 
@@ -52,6 +60,12 @@ def predictable(count: int, seed: int = 0) -> list[Sample]:
     return samples
 
 
+def rewarded(samples: list[Sample], rewards: list[float]) -> list[Sample]:
+    return [
+        replace(sample, rewards_G=terminal_rewards(4, reward)) for sample, reward in zip(samples, rewards, strict=True)
+    ]
+
+
 def shuffled(samples: list[Sample]) -> list[Sample]:
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(3)).tolist()
     return [replace(sample, rewards_G=samples[index].rewards_G) for sample, index in zip(samples, order, strict=True)]
@@ -68,43 +82,103 @@ def same(module: Any, before: dict[str, torch.Tensor]) -> bool:
 def test_predictable_returns_are_predicted_on_trajectories_it_was_not_shown(make_state: Any) -> None:
     state = make_state()
     policy = weights(state.policy)
-    epochs: list[tuple[int, float | None]] = []
-    report = pretrain_critic(state, predictable(300), lambda epoch, explained: epochs.append((epoch, explained)))
+    epochs: list[tuple[int, HeldOutScore]] = []
+    report = pretrain_critic(state, predictable(300), lambda epoch, score: epochs.append((epoch, score)))
     assert (report.num_trained, report.num_held_out) == (240, 60)
-    assert report.explained_variance_before == pytest.approx(0.0)
-    assert report.explained_variance is not None
-    assert report.explained_variance > 0.8
+    assert report.before.explained_variance == pytest.approx(0.0)
+    assert report.after.explained_variance is not None
+    assert report.after.explained_variance > 0.8
+    assert report.after in [score for _, score in epochs]
     assert [epoch for epoch, _ in epochs] == list(range(1, report.num_epochs + 1))
     assert state.critic_pretrained
-    assert held_out_explained_variance(state, predictable(60, seed=9)) > 0.8
+    fresh = held_out_score(state, predictable(60, seed=9)).explained_variance
+    assert fresh is not None
+    assert fresh > 0.8
     assert same(state.policy, policy)
     assert state.num_updates == 0
 
 
-def test_returns_that_nothing_predicts_leave_the_critic_as_it_was(make_state: Any) -> None:
+def test_returns_that_nothing_predicts_are_not_predicted(make_state: Any) -> None:
     """The control: the same trajectories, their rewards shuffled between them."""
     state = make_state()
     report = pretrain_critic(state, shuffled(predictable(100)))
-    assert report.explained_variance is not None
-    assert report.explained_variance < 0.2
+    assert report.after.explained_variance is not None
+    assert report.after.explained_variance < 0.2
     assert report.num_epochs < state.settings.critic.pretrain_max_epochs
+
+
+def test_mean_of_returns_that_nothing_predicts_is_learned(make_state: Any) -> None:
+    """The explained variance is 0 with the mean as without; the value loss is what a baseline is for."""
+    state = make_state()
+    generator = torch.Generator().manual_seed(1)
+    rewards = (torch.rand(200, generator=generator) < 0.8).float().tolist()
+    report = pretrain_critic(state, rewarded(predictable(200), rewards))
+    assert state.critic_pretrained
+    assert report.before.value_loss == pytest.approx(0.4, abs=0.1)
+    assert report.after.value_loss < 0.13  # the variance of such rewards is 0.16, so the mean alone has 0.08
+
+
+def test_equal_returns_are_learned_though_they_explain_nothing(make_state: Any) -> None:
+    state = make_state()
+    report = pretrain_critic(state, rewarded(predictable(60), [1.0] * 60))
+    assert report.before == HeldOutScore(pytest.approx(0.5), None)
+    assert report.after.value_loss < 0.05
+    assert report.after.explained_variance is None
+
+
+def test_score_is_that_of_a_loop_over_tokens(make_state: Any) -> None:
+    state = make_state()
+    samples = make_samples(3, 7)
+    with torch.no_grad():
+        state.critic.head.weight.normal_(0, 0.3)
+    errors, returns = [], []
+    for sample, values_G in zip(
+        samples, sao.values_of(state.critic, collate(samples, 64), samples, state.settings), strict=True
+    ):
+        for value in values_G.tolist():
+            errors.append(sample.total_reward - value)
+            returns.append(sample.total_reward)
+    score = held_out_score(state, samples)
+    assert score.value_loss == pytest.approx(sum(error**2 for error in errors) / (2 * len(errors)), rel=1e-4)
+    assert score.explained_variance == pytest.approx(
+        1 - statistics.pvariance(errors) / statistics.pvariance(returns), rel=1e-3
+    )
 
 
 def test_best_epoch_is_kept_not_the_last(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_state()
     seen: list[dict[str, torch.Tensor]] = []
-    explained = iter([0.0, 0.3, 0.5, 0.4, 0.2, 0.9])
+    scores = iter([HeldOutScore(loss, None) for loss in (0.9, 0.5, 0.3, 0.4, 0.6, 0.1)])
 
-    def scripted(state: SaoState, samples: list[Sample]) -> float:
+    def scripted(state: SaoState, samples: list[Sample]) -> HeldOutScore:
         seen.append(weights(state.critic))
-        return next(explained)
+        return next(scores)
 
-    monkeypatch.setattr(pretrain, "held_out_explained_variance", scripted)
+    monkeypatch.setattr(pretrain, "held_out_score", scripted)
     report = pretrain_critic(state, predictable(40))
     assert report.num_epochs == 2 + PATIENCE_EPOCHS
-    assert report.explained_variance == 0.5
+    assert report.after.value_loss == 0.3
     assert same(state.critic, seen[2])
     assert not same(state.critic, seen[-1])
+
+
+def test_told_to_stop_it_ends_within_a_step_and_keeps_the_best(make_state: Any) -> None:
+    state = make_state()
+    asked: list[dict[str, torch.Tensor]] = []
+
+    def should_stop() -> bool:
+        asked.append(weights(state.critic))
+        return len(asked) == 6  # 80 trajectories are five batches of 16, so this is before the second epoch's first
+
+    report = pretrain_critic(state, predictable(100), should_stop=should_stop)
+    assert (report.num_epochs, len(asked)) == (1, 6)
+    assert same(state.critic, asked[5])
+    assert state.critic_pretrained
+    at_once = make_state()
+    before = weights(at_once.critic)
+    assert pretrain_critic(at_once, predictable(100), should_stop=lambda: True).num_epochs == 0
+    assert same(at_once.critic, before)
+    assert not at_once.critic_pretrained
 
 
 def test_pretrained_critic_needs_no_warm_up_and_resumes_as_pretrained(make_state: Any, tiny_model_dir: Path) -> None:
@@ -132,54 +206,14 @@ def test_written_critic_is_taken_up_by_its_own_start_alone(make_state: Any, tmp_
     assert taken.critic_pretrained
     other = make_state()
     assert "another starting policy" in str(pretrain.load(tmp_path / "critic", other, "you"))
+    other.settings = other.settings.model_copy(update={"gamma": 0.9})
+    assert "at learner.gamma 1.0, not 0.9" in str(pretrain.load(tmp_path / "critic", other, "me"))
     shallow = make_state(num_layers=1)
     assert "other learner.critic settings" in str(pretrain.load(tmp_path / "critic", shallow, "me"))
     (tmp_path / "critic" / pretrain.FILE).write_bytes(b"torn")
     assert "torn" in str(pretrain.load(tmp_path / "critic", other, "me"))
     assert not other.critic_pretrained
     assert not shallow.critic_pretrained
-
-
-GOOD = {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "reward": 0.5, "text": "ignored"}
-
-
-def write_lines(path: Path, *lines: Any) -> Path:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
-    return path
-
-
-def test_jsonl_lines_become_samples(tmp_path: Path) -> None:
-    [sample, warm] = read_jsonl(write_lines(tmp_path / "a.jsonl", GOOD, "", GOOD | {"temperature": 0.7}), 300)
-    assert sample.token_ids_T.tolist() == [5, 6, 7, 8]
-    assert sample.generated_G.tolist() == [2, 3]
-    assert sample.rewards_G.tolist() == [0.0, 0.5]
-    assert sample.behaviour_logprobs_G.isnan().all(), "a policy could be trained on it"
-    assert warm.temperature == 0.7
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2: Invalid JSON"),
-        (GOOD | {"reward": None}, "line 2: reward: "),
-        (GOOD | {"reward": float("inf")}, "line 2: "),
-        (GOOD | {"loss_mask": [0, 0, 1]}, "line 2: loss_mask has 3 entries for 4 token_ids"),
-        (GOOD | {"loss_mask": [0, 0, 2, 1]}, "line 2: loss_mask.2: "),
-        (GOOD | {"loss_mask": [0, 0, 0, 0]}, "line 2: loss_mask marks no generated token"),
-        (GOOD | {"loss_mask": [1, 0, 0, 0]}, "line 2: loss_mask marks the first token"),
-        (GOOD | {"token_ids": [5, 6, 7, 300]}, "line 2: token_ids holds an id beyond the model's 300"),
-        ({"reward": 1.0}, "line 2: token_ids: Field required"),
-    ],
-)
-def test_bad_jsonl_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
-    with pytest.raises(ScoredFileError) as raised:
-        read_jsonl(write_lines(tmp_path / "a.jsonl", GOOD, line), 300)
-    assert message in str(raised.value)
-
-
-def test_missing_file_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ScoredFileError, match=r"none\.jsonl cannot be read: No such file"):
-        read_jsonl(tmp_path / "none.jsonl", 300)
 
 
 def with_critic(settings: Settings, **changes: Any) -> Settings:
@@ -221,6 +255,65 @@ def test_learner_pretrains_before_its_first_update_and_uses_nothing_up(
     assert found.count(TrajectoryStatus.READY) == 20
 
 
+def test_what_is_judged_during_pretraining_counts_and_leases_are_fresh_after_it(
+    settings: Settings, database: Database, tiny_model_dir: Path
+) -> None:
+    ids = store_judged(database, load_policy(tiny_model_dir), seed=0, count=24)
+    lease_seconds = 0.4
+
+    def judge_again(state: dict[str, Any]) -> None:
+        if state["state"] == "pretraining the critic":
+            submission = make_submission(ids[0], -1.0)
+            database.write(lambda session: feedback.submit(session, submission, "priority"))
+            time.sleep(2 * lease_seconds)
+
+    settings = with_critic(settings, pretrain_min_trajectories=24)
+    settings = settings.model_copy(
+        update={"learner": settings.learner.model_copy(update={"lease_seconds": lease_seconds})}
+    )
+    batch = Learner(settings, database, CheckingPublisher(), "me", lambda: False, judge_again).claim_batch()
+    assert database.read(lambda session: queue.stats(session, datetime.now(UTC))).num_leased == 4
+    assert batch is not None
+    assert {each.trajectory.id: each.reward for each in batch.judged}[ids[0]] == -1.0
+
+
+def test_learner_that_dies_or_is_stopped_while_pretraining_has_claimed_nothing(
+    settings: Settings, database: Database, tiny_model_dir: Path
+) -> None:
+    store_judged(database, load_policy(tiny_model_dir), seed=0, count=24)
+    settings = with_critic(settings, pretrain_min_trajectories=24)
+
+    def die(state: dict[str, Any]) -> None:
+        if state["state"] == "pretraining the critic, epoch 1":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Learner(settings, database, CheckingPublisher(), "me", lambda: False, die).claim_batch()
+    told: list[str] = []
+    learner = Learner(
+        settings,
+        database,
+        CheckingPublisher(),
+        "me",
+        lambda: "pretraining the critic" in told,
+        lambda state: told.append(state["state"]),
+    )
+    learner.run()
+    assert learner.state.num_updates == 0
+    assert not any("epoch" in state for state in told)
+    stats = database.read(lambda session: queue.stats(session, datetime.now(UTC)))
+    assert (stats.num_ready, stats.num_leased) == (24, 0)
+
+
+def test_learner_goes_on_when_too_few_can_be_pretrained_on(
+    settings: Settings, database: Database, tiny_model_dir: Path
+) -> None:
+    store_judged(database, load_policy(tiny_model_dir), seed=0, count=8)
+    learner, _ = run_one_batch(with_critic(settings, pretrain_min_trajectories=8), database)
+    assert learner.state.num_updates == 1
+    assert not learner.state.critic_pretrained
+
+
 def test_learner_starts_with_the_critic_that_was_written_for_it(
     settings: Settings, database: Database, make_state: Any
 ) -> None:
@@ -231,58 +324,3 @@ def test_learner_starts_with_the_critic_that_was_written_for_it(
     learner = Learner(settings, database, CheckingPublisher(), "me", lambda: True)
     assert learner.state.critic_pretrained
     assert same(learner.state.critic, weights(state.critic))
-
-
-@pytest.fixture
-def command(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    monkeypatch.setenv("TIDELINE_DATA_DIR", str(settings.data_dir))
-    monkeypatch.setenv("TIDELINE_LEARNER__CRITIC__NUM_LAYERS", "2")
-    monkeypatch.setenv("TIDELINE_LEARNER__NUM_THREADS", "1")
-    return lambda *arguments: pretrain_command.main(list(arguments))
-
-
-def test_command_trains_from_a_file_and_says_what_it_came_to(
-    command: Any, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [
-        {
-            "token_ids": sample.token_ids_T.tolist(),
-            "loss_mask": [0] * 5 + [1] * 4,
-            "reward": sample.total_reward,
-        }
-        for sample in predictable(40)
-    ]
-    assert command("--from", str(write_lines(tmp_path / "scored.jsonl", *lines))) == 0
-    shown = capsys.readouterr().out
-    assert "held-out explained variance after" in shown
-    assert (pretrained_directory(settings) / pretrain.FILE).is_file()
-
-
-def test_command_reads_the_store_without_claiming(
-    command: Any, database: Database, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command() == 2
-    assert "there are 0 scored trajectories; pretraining the critic needs at least 20" in capsys.readouterr().err
-    ids = store_judged(database, load_policy(tiny_model_dir), seed=0, count=22)
-    assert len(read_store(database)) == 22
-    assert command() == 0
-    assert set(statuses(database, ids)) == {TrajectoryStatus.READY}
-
-
-def test_command_refuses_once_learning_has_begun_or_may_at_any_time(
-    command: Any,
-    settings: Settings,
-    database: Database,
-    tiny_model_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    now = datetime.now(UTC)
-    assert database.write(lambda session: workers.acquire(session, "learner", "another", 60, now))
-    assert command() == 1
-    assert "a learner is running on this database" in capsys.readouterr().err
-    database.write(lambda session: workers.release(session, "learner", "another"))
-    store_judged(database, load_policy(tiny_model_dir), seed=0, count=4)
-    one_step(Learner(settings, database, CheckingPublisher(), "me", lambda: False))
-    assert command() == 1
-    assert "1 updates have been made" in capsys.readouterr().err
-    assert database.read(lambda session: queue.count_judged_by_version(session, 0)) == 0
