@@ -343,7 +343,10 @@ class Learner:
         directory = pretrained_directory(self.settings)
         if directory.is_dir():
             refused = pretrain.load(directory, self.state, policy_identity(self.start_directory))
-            log.info("pretrained critic taken" if refused is None else "pretrained critic left alone", reason=refused)
+            if refused is None:
+                log.info("pretrained critic taken", directory=str(directory))
+            else:
+                log.warning("pretrained critic left alone", reason=refused)
 
     def _tell_swap(self, swap: SwapReport, oldest_ready_at: datetime | None) -> None:
         told: dict[str, Any] = {
