@@ -32,6 +32,7 @@ from learner.models import (
     Critic,
     autocast,
     check_logits,
+    checkpoint_activations,
     chunks,
     gather_targets,
     hidden_at_generated,
@@ -78,6 +79,9 @@ class SaoState:
         dtype = torch.bfloat16 if settings.autocast_bfloat16 else torch.float32
         self.reference = load_policy(start_directory, dtype).requires_grad_(False)
         self.critic = Critic(self.policy, settings.critic.num_layers, settings.critic.freeze_attention).eval()
+        if settings.activation_checkpointing:
+            checkpoint_activations(self.policy)
+            checkpoint_activations(self.critic.backbone)
         self.policy_optimizer = self.make_policy_optimizer()
         self.critic_optimizer = self.make_critic_optimizer()
         self.critic_pretrained = False

@@ -153,6 +153,8 @@ class LearnerSettings(Section):
     """Smallest divisor of the running RMS."""
     micro_batch_tokens: int = Field(4096, ge=1)
     """Most padded tokens in one forward pass."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, more time."""
     num_threads: int = Field(0, ge=0, le=1024)
     """CPU threads of the learner; 0 takes every core."""
     autocast_bfloat16: bool = True

@@ -107,6 +107,29 @@ def moments(module: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Te
     return {name: optimizer.state[value]["exp_avg"] for name, value in module.named_parameters() if value.requires_grad}
 
 
+def test_checkpointed_activations_give_the_same_step_and_keep_less(make_state: Any, start_policy: Any) -> None:
+    samples = make_samples(3, 6, start_policy)
+
+    def step(**changes: Any) -> tuple[SaoState, int]:
+        state = make_state(**changes)
+        kept = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            sao.update(state, samples)
+        return state, kept
+
+    plain, num_kept = step()
+    checkpointed, num_kept_checkpointed = step(activation_checkpointing=True)
+    assert not changed(checkpointed.policy, weights(plain.policy))
+    assert not changed(checkpointed.critic, weights(plain.critic))
+    assert num_kept_checkpointed < 0.7 * num_kept
+
+
 def test_settings_reach_the_loss(make_state: Any, start_policy: Any) -> None:
     """A trust region so narrow that nothing is inside skips the step: the configuration is not decoration."""
     state = make_state(plasticity={"kl_coefficient": 1.0})
