@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.sao import report
 from benchmarks.sao.__main__ import cli
-from benchmarks.sao.lookup import ANIMALS, END, IDS, WORDS, LookupEpisode, LookupTask, World, played
+from benchmarks.sao.lookup import ANIMALS, END, IDS, NOTHING, WORDS, LookupEpisode, LookupTask, World, played
 from benchmarks.sao.rollouts import History, Sampler
 from benchmarks.sao.run import silent
 from benchmarks.sao.variants import SUITES, VARIANTS, settings_of
@@ -66,9 +66,14 @@ def test_perfect_player_is_rewarded_and_each_wrong_word_is_not() -> None:
 
 def test_pages_tell_the_fact_and_differ_between_worlds() -> None:
     world = World(random.Random(1))
-    page = world.page("fox", "friend")
-    assert page[:2] == ["page", "fox"]
-    assert page[page.index("friend") + 1] == world.friends["fox"] != "fox"
+    friend = world.friends[world.asked]
+    page = world.page(world.asked, "friend")
+    assert page[:2] == ["page", world.asked]
+    assert page[-2:] == ["friend", friend]
+    assert friend != world.asked
+    assert world.page(friend, "colour")[-2:] == ["colour", world.answer]
+    assert all(world.page(other, "friend")[-1] == NOTHING for other in ANIMALS if other != world.asked)
+    assert all(world.page(other, "colour")[-1] == NOTHING for other in ANIMALS if other != friend)
     assert len({World(random.Random(seed)).answer for seed in range(40)}) > 4
 
 
