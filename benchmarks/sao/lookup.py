@@ -3,9 +3,9 @@
     ask fox | look fox . | page fox ~ ~ ~ friend owl | look owl . | page owl ~ ~ ~ colour red | say red .
     prompt    turn 1       observation                 turn 2       observation                 turn 3
 
-The pages are random in each episode, so the observation decides what is right. The page of an animal that was not wanted
-says `nothing`, and what no page said is not rewarded, so an observation can also tell that all is lost. The starting
-policy, taught from a player who errs, solves about a quarter. Pages are several times as long as turns.
+The pages are random in each episode, so the observation decides what is right. The page of an animal that was not
+wanted says `nothing`, and what no page said is not rewarded, so an observation can also tell that all is lost. The
+starting policy, taught from a player who errs, solves about a fifth. Pages are several times as long as turns.
 """
 
 from __future__ import annotations

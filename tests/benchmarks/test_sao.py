@@ -91,7 +91,7 @@ def test_teacher_is_right_as_often_as_told() -> None:
 def test_starting_policy_solves_some_episodes_and_not_many(lookup_dir: Path) -> None:
     episodes = [LookupEpisode(World(random.Random(seed))) for seed in range(400)]
     Sampler(lookup_dir, 128, seed=0).play(episodes, [load_policy(lookup_dir).state_dict()])
-    assert 0.2 < sum(episode.reward for episode in episodes) / len(episodes) < 0.4
+    assert 0.1 < sum(episode.reward for episode in episodes) / len(episodes) < 0.3
 
 
 def rescored(directory: Path, sample: Sample) -> torch.Tensor:
