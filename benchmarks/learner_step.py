@@ -3,8 +3,8 @@
     python -m benchmarks.learner_step                      # a model of SmolLM2-135M's shape, random weights
     python -m benchmarks.learner_step --shape micro
 
-The peak is measured in the same run: the best of several large bf16 products on the same threads. Operations are counted
-from parameters: 2 per parameter and token forward, 2 for the gradient that is passed on, 2 for a gradient of a trained
+The peak is measured in the same run: the best of several large bf16 products on the same threads. Operations count
+parameters: 2 per parameter and token forward, 2 for the gradient that is passed on, 2 for a gradient of a trained
 weight; the output head at generated positions only. Attention's own products and everything pointwise count as nothing,
 so the share is a lower bound.
 """

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from learner.collate import MicroBatch
 from store.types import TidelineError
@@ -41,6 +42,7 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
     Raises UnsupportedModelError for an unreadable directory.
     """
+    disable_progress_bar()  # it would draw one into the learner's log for every load
     try:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     except Exception as error:  # loaders raise anything from KeyError to a Rust exception on a bad file

@@ -17,7 +17,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `python -m learner` do
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers.utils.logging import disable_progress_bar
 
 from learner import pretrain, sao, scored
 from store import migrate, steps, workers
@@ -47,7 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     settings = Settings()
     torch.set_num_threads(settings.learner.num_threads or os.cpu_count() or 1)
-    disable_progress_bar()  # two bars for a second of reading weights would break the line that tells the epochs
     console = Console(highlight=False, soft_wrap=True)
     try:
         with console.status("reading scored trajectories") as status:

@@ -77,8 +77,7 @@ class CriticSettings(Section):
     warmup_updates: int = Field(10, ge=0)
     """First updates that train the critic alone; they produce no policy version. A pretrained critic needs none."""
     pretrain_min_trajectories: int = Field(256, ge=0)
-    """With this many judged trajectories of the starting policy waiting (20 at least), learning begins by pretraining
-    the critic on them, which uses none of them up; 0 never does. `tideline pretrain-critic` does it on demand."""
+    """With this many judged trajectories of the starting policy waiting (20 or more), it is pretrained first; 0: no."""
     pretrain_max_epochs: int = Field(20, ge=1, le=1000)
     """Most passes over them; it stops early once the held-out value loss no longer falls."""
     freeze_attention: bool = True

@@ -3,8 +3,9 @@
     ask fox | look fox . | page fox ~ ~ ~ friend owl | look owl . | page owl ~ ~ ~ colour red | say red .
     prompt    turn 1       observation                 turn 2       observation                 turn 3
 
-The pages are random in each episode, so the observation decides what is right. The starting policy, taught from a
-player who errs, solves about a quarter. Pages are several times as long as turns: what GAE does there matters.
+The pages are random in each episode, so the observation decides what is right. The page of an animal that was not
+wanted says `nothing`, and what no page said is not rewarded, so an observation can also tell that all is lost. The
+starting policy, taught from a player who errs, solves about a fifth. Pages are several times as long as turns.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from simulation.servable import replaced_directory, write_servable
 ANIMALS = ("fox", "owl", "hare", "wolf", "crow", "toad", "lynx", "mole")
 COLOURS = ("red", "blue", "green", "white", "black", "gold", "grey", "pink")
 FILLERS = tuple(f"~{number}" for number in range(8))
-END, PAD = ".", "<pad>"
-WORDS = (PAD, END, "ask", "look", "say", "page", "friend", "colour", *ANIMALS, *COLOURS, *FILLERS)
+END, PAD, NOTHING = ".", "<pad>", "nothing"
+WORDS = (PAD, END, NOTHING, "ask", "look", "say", "page", "friend", "colour", *ANIMALS, *COLOURS, *FILLERS)
 IDS = {word: index for index, word in enumerate(WORDS)}
 TRANSCRIPT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -58,9 +59,11 @@ class World:
         self.colours = {animal: rng.choice(COLOURS) for animal in ANIMALS}
 
     def page(self, animal: str, fact: str) -> list[str]:
-        """What looking `animal` up shows: filler, then its `friend` or its `colour`."""
+        """What looking `animal` up shows: filler, then its `friend` or its `colour`, or `nothing`."""
+        wanted = self.asked if fact == "friend" else self.friends[self.asked]
         value = self.friends[animal] if fact == "friend" else self.colours[animal]
-        return ["page", animal, *self.rng.choices(FILLERS, k=self.rng.randint(8, 24)), fact, value]
+        found = value if animal == wanted else NOTHING
+        return ["page", animal, *self.rng.choices(FILLERS, k=self.rng.randint(8, 24)), fact, found]
 
     @property
     def answer(self) -> str:
@@ -76,6 +79,7 @@ class LookupEpisode:
         self.prompt_ids = [IDS["ask"], IDS[world.asked]]
         self._world = world
         self._num_turns = 0
+        self._found = NOTHING
         self.succeeded = False
 
     def observe(self, generated_ids: Sequence[int], text: str) -> list[int] | None:
@@ -83,8 +87,10 @@ class LookupEpisode:
         self._num_turns += 1
         if self._num_turns < 3 and len(words) == 3 and words[0] == "look" and words[1] in ANIMALS and words[2] == END:
             page = self._world.page(words[1], "friend" if self._num_turns == 1 else "colour")
+            self._found = page[-1]
             return [IDS[word] for word in page]
-        self.succeeded = self._num_turns == 3 and words == ["say", self._world.answer, END]
+        told = self._found == self._world.answer
+        self.succeeded = self._num_turns == 3 and told and words == ["say", self._world.answer, END]
         return None
 
     @property
@@ -117,9 +123,9 @@ def played(rng: random.Random, right_share: float) -> tuple[list[int], list[bool
 
     first = choose(world.asked, ANIMALS)
     page = world.page(first, "friend")
-    second = choose(world.friends[first], ANIMALS)
+    second = choose(page[-1], ANIMALS) if page[-1] != NOTHING else rng.choice(ANIMALS)
     last_page = world.page(second, "colour")
-    said = choose(world.colours[second], COLOURS)
+    said = choose(last_page[-1], COLOURS) if last_page[-1] != NOTHING else rng.choice(COLOURS)
     parts = (
         (["ask", world.asked], False),
         (["look", first, END], True),

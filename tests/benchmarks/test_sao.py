@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.sao import report
 from benchmarks.sao.__main__ import cli
-from benchmarks.sao.lookup import ANIMALS, END, IDS, WORDS, LookupEpisode, LookupTask, World, played
+from benchmarks.sao.lookup import ANIMALS, END, IDS, NOTHING, WORDS, LookupEpisode, LookupTask, World, played
 from benchmarks.sao.rollouts import History, Sampler
 from benchmarks.sao.run import silent
 from benchmarks.sao.variants import SUITES, VARIANTS, settings_of
@@ -66,9 +66,14 @@ def test_perfect_player_is_rewarded_and_each_wrong_word_is_not() -> None:
 
 def test_pages_tell_the_fact_and_differ_between_worlds() -> None:
     world = World(random.Random(1))
-    page = world.page("fox", "friend")
-    assert page[:2] == ["page", "fox"]
-    assert page[page.index("friend") + 1] == world.friends["fox"] != "fox"
+    friend = world.friends[world.asked]
+    page = world.page(world.asked, "friend")
+    assert page[:2] == ["page", world.asked]
+    assert page[-2:] == ["friend", friend]
+    assert friend != world.asked
+    assert world.page(friend, "colour")[-2:] == ["colour", world.answer]
+    assert all(world.page(other, "friend")[-1] == NOTHING for other in ANIMALS if other != world.asked)
+    assert all(world.page(other, "colour")[-1] == NOTHING for other in ANIMALS if other != friend)
     assert len({World(random.Random(seed)).answer for seed in range(40)}) > 4
 
 
@@ -86,7 +91,7 @@ def test_teacher_is_right_as_often_as_told() -> None:
 def test_starting_policy_solves_some_episodes_and_not_many(lookup_dir: Path) -> None:
     episodes = [LookupEpisode(World(random.Random(seed))) for seed in range(400)]
     Sampler(lookup_dir, 128, seed=0).play(episodes, [load_policy(lookup_dir).state_dict()])
-    assert 0.2 < sum(episode.reward for episode in episodes) / len(episodes) < 0.4
+    assert 0.1 < sum(episode.reward for episode in episodes) / len(episodes) < 0.3
 
 
 def rescored(directory: Path, sample: Sample) -> torch.Tensor:
