@@ -22,6 +22,7 @@ PREFERRED = "cute"
 NUM_UPDATES = 8
 BATCH_SIZE = 16
 NUM_HELD_OUT = 64
+NUM_CONTROLS = 6
 
 
 def sample_trajectories(decoder: Decoder, questions: list[str], version: int) -> list[Trajectory]:
@@ -89,7 +90,8 @@ def train(model_dir: Path, directory: Path, *, shuffled: bool, seed: int) -> tup
 def test_true_rewards_teach_the_preferred_style_and_shuffled_ones_do_not(micro_model_dir: Path, tmp_path: Path) -> None:
     before, after = train(micro_model_dir, tmp_path, shuffled=False, seed=0)
     assert after >= before + 0.35, f"with true rewards the share went from {before:.0%} to {after:.0%}"
-    for seed in (1, 2):
-        before, after = train(micro_model_dir, tmp_path, shuffled=True, seed=seed)
-        # Twice the standard error of the difference of two shares of 64 samples near a half is 0.18.
-        assert after <= before + 0.18, f"with shuffled rewards the share went from {before:.0%} to {after:.0%}"
+    shares = [train(micro_model_dir, tmp_path, shuffled=True, seed=seed) for seed in range(1, 1 + NUM_CONTROLS)]
+    mean_rise = sum(after - before for before, after in shares) / NUM_CONTROLS
+    # Noise moves the policy too, only in no direction: single runs ended between 27 points lower and 22 higher, with a
+    # standard deviation of 0.17 over 15 seeds. 0.2 is three standard errors of the mean of six.
+    assert mean_rise <= 0.2, f"with shuffled rewards the shares went {shares}"
