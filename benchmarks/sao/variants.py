@@ -44,11 +44,11 @@ VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for variant in (
         _variant("sao", "SAO: token-level skip-observation GAE, DIS, K = 2, frozen attention, running RMS, anchor"),
-        _variant("uncorrected", "no DIS: every ratio taken for 1", ablation={"trust_region": "none"}),
+        _variant("no-dis", "no DIS: every ratio taken for 1", ablation={"trust_region": "none"}),
         _variant("unbounded", "importance ratios kept whatever their size", ablation={"trust_region": "unbounded"}),
         _variant("bare", "no anchor, as the paper has it", plasticity={"kl_coefficient": 0.0}),
         _variant(
-            "bare-uncorrected",
+            "bare-no-dis",
             "no anchor and no DIS",
             plasticity={"kl_coefficient": 0.0},
             ablation={"trust_region": "none"},
@@ -91,13 +91,13 @@ SUITES: dict[str, Suite] = {
     "staleness": Suite(
         "Does DIS keep stale, asynchronous training stable?",
         "style",
-        ("bare", "bare-uncorrected", "sao", "uncorrected"),
+        ("bare", "bare-no-dis", "sao", "no-dis"),
         (4, 16),
         5,
         500,
     ),
     "stamina": Suite("Does SAO go on without collapse?", "style", ("sao",), (1,), 3, 1000),
-    "fresh": Suite("What does staleness itself cost?", "style", ("sao", "uncorrected"), (0, 1), 3, 200),
+    "fresh": Suite("What does staleness itself cost?", "style", ("sao", "no-dis"), (0, 1), 3, 200),
     "estimators": Suite(
         "What does the critic buy over other baselines?",
         "lookup",
@@ -109,7 +109,7 @@ SUITES: dict[str, Suite] = {
     "parts": Suite(
         "What does each part of SAO do?",
         "lookup",
-        ("sao", "uncorrected", "unbounded", "bare", "whiten", "unscaled"),
+        ("sao", "no-dis", "unbounded", "bare", "whiten", "unscaled"),
         (4,),
         5,
         200,
