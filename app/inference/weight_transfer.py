@@ -25,8 +25,8 @@ def register() -> None:
 def allow_amx() -> None:
     """Get this process permission for AMX tiles, or have vLLM do without them.
 
-    Linux kills a process at its first tile instruction (SIGILL) unless it has asked. Whether some other library has
-    asked by then depends on the shapes of the model.
+    Linux kills a process at its first tile instruction (SIGILL) unless it has asked, and vLLM's attention comes first
+    where no other library in the process had a use for tiles before it.
     """
     import torch
 
